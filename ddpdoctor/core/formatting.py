@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 # -- Numbers with units
 
 
-MISSING = "-"  # Shown for a number that is not known
+MISSING = "-"  # Shown instead of an unknown number
 
 
 class TimeUnit(NamedTuple):
@@ -48,7 +48,7 @@ def _if_known(show: Callable[[float], str]) -> Callable[[float | None], str]:
 
 @_if_known
 def figures(value: float) -> str:
-    """Format a number in at most four columns (five from a million on)."""
+    """Format a number in at most four columns (five for a million and more)."""
     size = abs(value)
     if size < 0.005:
         return "0"
@@ -168,7 +168,7 @@ def rank_set(text: str) -> frozenset[int]:
     """Parse a set of ranks.
 
     Raises:
-        ValueError: The text is no set of ranks, or it has ranks above 100,000.
+        ValueError: The text is not a set of ranks, or contains a rank above 100,000.
     """
     if not is_rank_set(text):
         raise ValueError(text)
@@ -218,8 +218,8 @@ _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}\b")
 def grouped(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
     """Group ranks by equal texts, ascending by their first rank.
 
-    Addresses of objects differ between processes, so they do not count. They are left out of a text
-    that ranks with different ones have in common.
+    Addresses of objects are ignored, since they differ between processes. A text that several ranks
+    share omits addresses that differ.
     """
     groups: dict[str, list[int]] = defaultdict(list)
     for rank in sorted(texts):

@@ -211,11 +211,11 @@ def loads(data: bytes | str) -> Any:
     """Parse JSON and refuse very long integers, since arithmetic with them takes forever.
 
     Raises:
-        ValueError: It is no JSON, is nested too deeply, or has an integer of more than 20 digits.
+        ValueError: It is not JSON, is nested too deeply, or has an integer of more than 20 digits.
     """
     raw = data.encode("utf-8", "replace") if isinstance(data, str) else data
     try:
-        # Only a hint: so many digits may also stand in a string.
+        # Only a hint: a string may also contain that many digits.
         return json.loads(data, parse_int=_short_integer if _LONG_NUMBER.search(raw) else None)
     except RecursionError:
         raise ValueError("nested too deeply") from None
@@ -234,7 +234,7 @@ def integer(found: Mapping[str, object], key: str, default: int = 0) -> int:
 
 
 def whole(text: str | bytes, default: int = 0) -> int:
-    """Parse an integer of a text. ``default`` if it is none or too long."""
+    """Parse an integer. ``default`` if it is none or too long."""
     try:
         return int(text) if len(text) < 20 else default
     except ValueError:
@@ -244,7 +244,7 @@ def whole(text: str | bytes, default: int = 0) -> int:
 def expanded(data: bytes) -> int:
     """Estimate the maximum bytes of memory that JSON takes once it is parsed, without parsing it.
 
-    An empty list of three bytes takes seventy, so a small file could use all memory.
+    An empty list of three bytes takes seventy, so a small file could exhaust the memory.
     """
     # A single letter beyond ASCII makes each letter of its string take up to four bytes.
     letters = 1 if data.isascii() and b"\\u" not in data else 4

@@ -153,7 +153,7 @@ def configured(parser: Parser) -> dict[str, Any]:
     """Return the options of a command that a file sets, by name.
 
     Raises:
-        DoctorError: The file is no TOML, or sets what no option takes.
+        DoctorError: The file is not TOML, or sets an unknown option or an invalid value.
     """
     found = _nearest_table(parser)
     if found is None:
@@ -278,7 +278,7 @@ class Value(NamedTuple):
     repeated: bool = False
     """The option may be repeated, and each time adds a value. Otherwise the last one counts."""
     omitted: Any = None  # The meaning of the option without a value, if the value is optional
-    choices: tuple[str, ...] = ()  # All valid values, if they are a few words
+    choices: tuple[str, ...] = ()  # All valid values, if there are only a few
 
 
 class Passed(NamedTuple):
@@ -426,7 +426,7 @@ class Parser:
         others: Mapping[str, Value | None] | None,
         torchrun: Callable[[], TorchrunOptions],
     ) -> None:
-        """Parse an option. Take its value off the queue."""
+        """Parse an option and remove its value from the queue."""
         name = word.partition("=")[0]
         # torchrun accepts dashes and underscores alike.
         own = dict(_SHORT.findall(self.help)).get(name, "--" + name[2:].replace("_", "-"))
@@ -477,7 +477,7 @@ class Parser:
     def _take(
         self, given: Given, name: str, value: Value | None, word: str, queue: list[str]
     ) -> None:
-        """Parse an option of a command. Take its value off the queue."""
+        """Parse an option of a command and remove its value from the queue."""
         _, equals, text = word.partition("=")
         if value is None:
             if equals:
@@ -527,7 +527,7 @@ class Parser:
             elif value is not None:
                 given.passed.append(Passed(option, (whole,), value))
             elif not queue or (queue[0].startswith("-") and not _NUMBER.match(queue[0])):
-                # As in argparse, another option is no value.
+                # As in argparse, another option is not a value.
                 raise self.wrong(f"option {typed} needs a value")
             else:
                 value = queue.pop(0)
@@ -552,7 +552,7 @@ def _checked(ok: bool, value: Any) -> Any:
 
 
 def seconds(least: float = 0, most: float = 1e6) -> Value:
-    """Take a number of seconds."""
+    """Convert a number of seconds."""
     wanted = f"{least:g} or more" if most == 1e6 else f"from {least:g} to {most:g}"
     return Value(
         lambda text: _checked(least <= float(text) <= most, float(text)),
@@ -561,7 +561,7 @@ def seconds(least: float = 0, most: float = 1e6) -> Value:
 
 
 def number(least: int = 0, most: int = 10**9 - 1, what: str = "a number") -> Value:
-    """Take a whole number."""
+    """Convert a whole number."""
     bounds = f", {least} or more" if most == 10**9 - 1 else f" from {least} to {most}"
 
     def convert(text: str) -> int:
@@ -572,7 +572,7 @@ def number(least: int = 0, most: int = 10**9 - 1, what: str = "a number") -> Val
 
 
 def percent() -> Value:
-    """Take a percentage of the step time."""
+    """Convert a percentage of the step time."""
 
     def convert(text: str) -> float:
         value = float(text.removesuffix("%"))
@@ -582,12 +582,12 @@ def percent() -> Value:
 
 
 def one_of(*words: str) -> Value:
-    """Take one of some words."""
+    """Accept one of these words."""
     return Value(lambda text: _checked(text in words, text), " or ".join(words), choices=words)
 
 
 def text(wanted: str) -> Value:
-    """Take any text but an empty one, which ``"$UNSET"`` gives."""
+    """Accept any text except an empty one, which ``"$UNSET"`` gives."""
     return Value(lambda word: _checked(bool(word), word), wanted)
 
 

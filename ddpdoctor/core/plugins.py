@@ -43,7 +43,7 @@ def load(
 
     Args:
         group: The group.
-        registry: What importing a plug-in, or ``take``, adds to.
+        registry: The registry that importing a plug-in, or ``take``, adds to.
         take: Called with the object that an entry point names.
         known: Codes of ddpdoctor itself that a plug-in may use.
     """
@@ -76,7 +76,7 @@ def load(
 
 
 def take_failures() -> list[str]:
-    """Return what there is to say about plug-ins that failed since the last call."""
+    """Return messages about plug-ins that failed since the last call."""
     taken = _failures[:]
     _failures.clear()
     return taken

@@ -43,24 +43,24 @@ def pace(finding: Finding, run: object) -> Lapsed | None:
 
 
 STRAGGLERS = ("DDP610", "DDP612")
-"""The findings that name a rank, or a stage of a pipeline, that the others wait for."""
+"""Findings about a rank, or a pipeline stage, that the others wait for."""
 
-STANDSTILL = "a standstill"  # What an examination of a hanging job found, and what explains that
+STANDSTILL = "a standstill"  # The result of examining a hanging job, and its explanation
 
 MISPAIRED = "collectives that met others"
-"""What makes the ranks' collectives differ, and failures that only follow from that."""
+"""Causes of differing collectives between ranks, and the failures that result from them."""
 
 ABORT = "an abort in a collective"
 """An abort whose last output, which states the reason, may not have been read."""
 
 MODELS = "models that DDP refuses"  # Models that differ, and DDP's message about them
 LOST = "a lost peer"  # An end that follows from the cause of a standstill
-END = "the end of attempt "  # Followed by a number: what ended an attempt
+END = "the end of attempt "  # Followed by a number: the cause of the end of an attempt
 
 PARAMETERS = "the parameters of module "
-"""Followed by a number: parameters that differ between ranks, and what explains that."""
+"""Followed by a number: parameters that differ between ranks, and their explanations."""
 
-LIKELY = "a likely cause"  # What is taken for the cause because none is certain
+LIKELY = "a likely cause"  # The presumed cause, if none is certain
 
 UNREDUCED = "no reduction"  # Ranks of several nodes that did not reduce, without a wrong result
 NO_NETWORK = "no network here"  # This node has none, or reaches no other one
@@ -91,7 +91,7 @@ def same_subject(cause: Finding, effect: Finding) -> bool:
 
 
 def of_these(causes: str | tuple[str, ...], effects: str | tuple[str, ...]) -> Same:
-    """Return a predicate: cause and effect are about these, as what they are about begins."""
+    """Return a predicate: the subjects of cause and effect begin with these."""
 
     def related(cause: Finding, effect: Finding) -> bool:
         return cause.about.startswith(causes) and effect.about.startswith(effects)
@@ -100,12 +100,12 @@ def of_these(causes: str | tuple[str, ...], effects: str | tuple[str, ...]) -> S
 
 
 def certain_and_unreduced(cause: Finding, effect: Finding) -> bool:
-    """Return whether the cause is certain and the effect is that ranks did not reduce."""
+    """Return whether the cause is certain and the effect is ranks that did not reduce."""
     return certain(cause, effect) and UNREDUCED in effect.subjects
 
 
 def loses_packets(cause: Finding, effect: Finding) -> bool:
-    """Return whether the cause is that packets are lost, and the effect may come from it."""
+    """Return whether the cause is lost packets, which may explain the effect."""
     lost = {each for each in cause.subjects if each.startswith(LOST_PACKETS)}
     return bool(lost) and (UNREDUCED in effect.subjects or bool(lost & effect.subjects))
 

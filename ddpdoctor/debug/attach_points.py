@@ -53,7 +53,7 @@ class Point:
     pid: int | None
     state: str
     node: str  # The host of a rank of another node
-    trouble: str  # The reason why no debugger may attach to the port; empty if one may
+    trouble: str  # Why no debugger may attach to the port. Empty if one may
 
 
 def live_run(path: Path) -> Run:
@@ -87,7 +87,7 @@ def debugged_run(name: str | None) -> Run:
 
 
 def chosen_ranks(run: Run, ranks: frozenset[int] | None) -> frozenset[int]:
-    """Return the ranks of a run that live, or those of them that were chosen.
+    """Return the living ranks of a run, or the chosen ones among them.
 
     Raises:
         DoctorError: There is no such rank.
@@ -101,7 +101,7 @@ def chosen_ranks(run: Run, ranks: frozenset[int] | None) -> frozenset[int]:
 
 
 def live_ranks(run: Run) -> frozenset[int]:
-    """Return the ranks that have a debug port and live."""
+    """Return the living ranks with a debug port."""
     states = run.debug_states
     return frozenset(rank for rank, each in states.items() if each.state not in ("gone", "lost"))
 
@@ -133,7 +133,7 @@ def hosts(run: Run) -> dict[int, str]:
 
 
 def _trouble(run: Run, port: int | None) -> str:
-    """Return why no debugger may attach to a port. On another machine that is unknown."""
+    """Return why no debugger may attach to a port. Not known for another machine."""
     if port is None or port not in _ports(run):
         return "it has no port"
     if not _is_here(run):
@@ -155,7 +155,7 @@ def _is_here(run: Run) -> bool:
 
 
 def _state(run: Run, rank: int, record: DebugRecord) -> str:
-    """Return what a rank does, in a few words."""
+    """Return a rank's state in a few words."""
     state, place = record.state, relative_place(record.at)
     if state == "gone":
         return "ended"
@@ -180,13 +180,13 @@ def host(run: Run) -> str:
     """Return the address at which a debugger reaches the run's ports.
 
     Raises:
-        DoctorError: The run directory holds no valid address. It goes into lines to be pasted.
+        DoctorError: The run directory holds no valid address, which users would paste.
     """
     address = run.manifest["debug"].get("host")
     if isinstance(address, str) and _ADDRESS.fullmatch(address):
         address = gateway.reachable(address)
         try:
-            # By name, a client may reach another address of the host.
+            # By its name, a client may reach another address of the host.
             return address if ":" in address else socket.gethostbyname(address)
         except (OSError, UnicodeError):
             pass
@@ -197,7 +197,7 @@ def label(run: Run) -> str:
     """Return the label that distinguishes the run's entries in launch.json from another run's.
 
     Raises:
-        DoctorError: The run directory holds something else than a line of text.
+        DoctorError: The run directory holds something other than a line of text.
     """
     found = run.manifest["debug"].get("label") or ""
     if not isinstance(found, str) or len(found) > _MAX_LABEL or shown(found) != found:
@@ -206,7 +206,7 @@ def label(run: Run) -> str:
 
 
 def workspace(run: Run) -> Path | None:
-    """Return the folder whose launch.json the run writes; None if it writes none.
+    """Return the folder whose launch.json the run writes. None if it writes none.
 
     Raises:
         DoctorError: The run directory holds no valid path.
@@ -308,7 +308,7 @@ def write(
 CONNECT_TIMEOUT = 60.0  # Seconds for the process to connect to the gateway once gdb has detached
 
 _SLEEPER = "import time\nprint(flush=True)\nwhile True: time.sleep(0.02)"
-_BREAK_TIMEOUT = 0.5  # Seconds in which a process that gdb has broken ends
+_BREAK_TIMEOUT = 0.5  # Seconds for a process that gdb has broken to end
 
 _ROOT = str(Path(__file__).parents[2])
 
@@ -348,7 +348,7 @@ def serve_process(pid: int, first_port: int, say: Callable[[str], None]) -> None
     news = threading.Event()
 
     def wait_for(state: str, timeout: float | None) -> bool:
-        """Print what happens until a state is reached. Returns whether it was in time."""
+        """Print events until a state is reached. Returns False after a timeout."""
         while news.wait(timeout):
             news.clear()
             for record in served.take():

@@ -1,4 +1,4 @@
-"""Clients of the gateway, and those that the gateway passes on to other nodes."""
+"""Clients of the gateway, including those that it forwards to other nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ddpdoctor.run.records.supervisor import DebugRecord
 # -- requests about the frames of a thread in native code, which debugpy refuses
 
 
-NATIVE_TIMEOUT = 8.0  # Seconds for an answer; the rank evaluates for 3 s at most
+NATIVE_TIMEOUT = 8.0  # Seconds for an answer. The rank evaluates for 3 s at most
 
 SCOPES = {"Locals": "locals", "Globals": "globals"}
 
@@ -37,14 +37,14 @@ NATIVE_NOTE = (
     "they may run code of the job, and what they assign is lost"
 )
 
-_FIRST_REFERENCE = 1 << 30  # The first reference of ours; those of debugpy count from 1
+_FIRST_REFERENCE = 1 << 30  # Our first reference. Those of debugpy count from 1
 _LAST_REFERENCE = (1 << 31) - 1  # The protocol has 31 bits
 
 _EXPANDED = frozenset({"scopes", "variables", "evaluate"})
 
 
 class NativeFrames:
-    """The values of one session that were shown, by reference."""
+    """The displayed values of one session, by reference."""
 
     def __init__(self) -> None:
         self._places: dict[int, tuple[object, list[Any]]] = {}
@@ -127,14 +127,12 @@ if TYPE_CHECKING:
 # -- serve the debuggers that connect to the gateway, from their first message to their last
 
 
-ANSWER_TIMEOUT = 5.0  # Seconds for a rank to answer at all
+ANSWER_TIMEOUT = 5.0  # Seconds for a rank to give any answer
 START_TIMEOUT = 60.0  # Seconds for debugpy to start in a rank that has answered
-APPEAR_TIMEOUT = (
-    60.0  # Seconds that a client waits for a rank that has not started, or is restarted
-)
+APPEAR_TIMEOUT = 60.0  # Seconds to wait for a rank that has not started, or is restarted
 
 FIRST_MESSAGE_TIMEOUT = 10.0
-"""Seconds for a client to send a message: a port scan does not start a debugger."""
+"""Seconds for a client to send a message, so that a port scan does not start a debugger."""
 
 CONFIGURE_TIMEOUT = 60.0  # Seconds for a client to complete its configuration, or the session ends
 CLOSE_TIMEOUT = 3.0  # Seconds for a client to close its connection after the session
@@ -147,7 +145,7 @@ COMPILED_NOTE = (
 PAUSE_TIMEOUT = 1.0  # Seconds for a thread to stop when it is asked to
 
 NATIVE_STOP = "in native code"
-"""Short, because VS Code cuts the session's name, and with it the rank, for a longer text."""
+"""Short, because for a longer text VS Code truncates the session's name and the rank in it."""
 
 SESSION_OVER = "the debug session is over"
 
@@ -161,11 +159,11 @@ _MAX_FIRST_MESSAGE = 1 << 20
 CHUNK_SIZE = 1 << 16
 
 EVALUATE = "ddpdoctor/evaluate"  # The one request of a connection of `ddpdoctor eval`
-MAX_EVALUATE = 3600.0  # Seconds that an expression waits for a step at most
+MAX_EVALUATE = 3600.0  # Maximum seconds that an expression waits for a step
 
 
 class RefusedError(Exception):
-    """A client cannot be served. ``requests`` wait for an answer, if not the first ones."""
+    """A client cannot be served. ``requests`` wait for an answer, by default the first ones."""
 
     def __init__(self, text: str, requests: Sequence[Message] = ()) -> None:
         super().__init__(text)
@@ -174,11 +172,11 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Project:
-    """What a run is about, to tell its clients from those of another project.
+    """A run's script and folders, to tell its clients from those of another project.
 
     Attributes:
         script: The name of the job's script.
-        folders: The folders that belong to it, the workspace first.
+        folders: Its folders, the workspace first.
     """
 
     script: str
@@ -187,9 +185,9 @@ class Project:
     def objection(self, arguments: Message, port: int) -> str:
         """Return why a client must not attach to a port, or an empty string.
 
-        An entry of ddpdoctor in launch.json that an earlier run has left leads to the job that has
-        the port now. Any other client knows what it attaches to, and the folder of one on another
-        machine says nothing here.
+        An entry in launch.json that an earlier run of ddpdoctor left leads to the job that has the
+        port now. Any other client knows what it attaches to, and the folder of a client on another
+        machine means nothing here.
         """
         folder = arguments.get("workspaceFolder")
         if not is_ours(arguments.get("name")) or not isinstance(folder, str):
@@ -207,7 +205,7 @@ class Project:
         )
 
     def _has(self, folder: object) -> bool:
-        """Return whether a folder is one of the project's, or below or above one."""
+        """Return whether a folder belongs to the project, or is below or above one that does."""
         if not isinstance(folder, str) or not os.path.isabs(folder) or "\0" in folder:
             return False
         here = Path(os.path.realpath(folder))
@@ -261,7 +259,7 @@ class Clients:
         return self._project.objection(arguments, port) if self._project is not None else ""
 
     def end_job(self, slot: Slot) -> None:
-        """End the job if its debugger's Stop does so."""
+        """End the job if Stop in its debugger is to do so."""
         if self._ends_job:
             self._ends_job = False
             self._ranks.report_rank(slot, "stop")
@@ -297,7 +295,7 @@ class Clients:
                 slot.session = slot.client = None
                 if tap.attached:
                     self._ranks.report_rank(slot, "detached")
-                    # It may have come to a breakpoint() while the client left.
+                    # It may have reached a breakpoint() while the client left.
                     self._ranks.report_waits(slot)
                 self._ranks.restore_timeouts()
                 await self._ranks.changed()
@@ -332,7 +330,7 @@ class Clients:
         await writer.drain()
 
     async def _reach(self, slot: Slot, client: asyncio.StreamWriter) -> Streams:
-        """Return a connection to debugpy in the rank, which starts it if it has not."""
+        """Return a connection to debugpy in the rank, which starts it if necessary."""
         await self._ranks.wait_until(lambda: slot.link is not None, APPEAR_TIMEOUT)
         link = slot.link
         if link is None:
@@ -351,7 +349,7 @@ class Clients:
             answer = await link.ask("debug", START_TIMEOUT, key=key)
             if "error" in answer:
                 raise RefusedError(f"rank {slot.rank} cannot start debugpy: {answer['error']}")
-            # The rank has made the connection before it sent the answer.
+            # The rank connected before it sent the answer.
             upstream: Streams = await asyncio.wait_for(session, ANSWER_TIMEOUT)
         except (SilentError, asyncio.TimeoutError) as error:
             raise RefusedError(f"rank {slot.rank} cannot start debugpy: {error}") from None
@@ -365,7 +363,7 @@ class Clients:
     async def _pass(
         self, slot: Slot, tap: dap.Tap, data: bytes, client: Streams, upstream: Streams
     ) -> None:
-        """Carry bytes both ways until the client leaves or one side ends."""
+        """Forward bytes in both directions until the client leaves or one side ends."""
         from_client, to_client = client
         from_rank, to_rank = upstream
         natives = NativeFrames()
@@ -421,7 +419,7 @@ class Clients:
                     break
             if not carried[1].done():
                 if not tap.leaving:
-                    # The client has vanished: detach, or the rank would stay at its breakpoint.
+                    # The client has disappeared: detach, or the rank would stay at its breakpoint.
                     to_rank.write(tap.vanish())
                 await asyncio.wait(carried[1:], timeout=ANSWER_TIMEOUT)
             if not (tap.leaving and tap.ended) and tap.refused is None:
@@ -448,7 +446,7 @@ class Clients:
     ) -> None:
         """Show the stack of a thread that cannot stop now because it is in native code.
 
-        It stops where Python continues. Until then the client asks for no stack by itself.
+        It stops once Python continues. Until then the client does not request a stack by itself.
         """
         await asyncio.sleep(PAUSE_TIMEOUT)
         if tap.pausing == thread and not tap.ended:
@@ -468,10 +466,7 @@ class Clients:
                 client.write(dap.encode(message))
 
     async def _in_workers(self, slot: Slot, tap: dap.Tap, path: str) -> list[Message]:
-        """Return the breakpoints of a file that only DataLoader workers would hit.
-
-        They are marked as not verified.
-        """
+        """Return the unverified breakpoints of a file that only DataLoader workers would hit."""
         found = [each for each in tap.breakpoints[path] if each.get("verified")]
         if not found or slot.link is None:
             return []
@@ -486,7 +481,7 @@ class Clients:
         return missed
 
     async def _check_workers(self, slot: Slot) -> None:
-        """Show the client which breakpoints are in the code of workers that have just started."""
+        """Tell the client which breakpoints are in the code of workers that have just started."""
         tap, client = slot.session, slot.client
         if tap is None or client is None:
             return
@@ -498,7 +493,7 @@ class Clients:
     def _report_changes(
         self, slot: Slot, tap: dap.Tap, attached: bool, stopped: bool, place: str
     ) -> None:
-        """Report what has changed in a session since its state was the given one."""
+        """Report what has changed in a session since the given state."""
         if tap.attached and not attached:
             self._ranks.report_rank(slot, "attached")
             if slot.link is not None:
@@ -511,7 +506,7 @@ class Clients:
 
 
 async def first_message(reader: asyncio.StreamReader) -> tuple[bytes, list[dap.Message]]:
-    """Return the bytes up to a first whole message, and the messages; none at the end."""
+    """Return the bytes up to the first whole message, and the messages. Empty at the end."""
     decoder, data = dap.Decoder(), b""
     while chunk := await reader.read(CHUNK_SIZE):
         data += chunk
@@ -553,15 +548,15 @@ MAX_PORTS = 256  # Ports for ranks of other nodes
 
 @dataclass
 class _FarPort:
-    """A port of this node that leads to one of another node."""
+    """A port of this node that is forwarded to one of another node."""
 
     node: int
     host: str
-    index: int  # Of the port there
+    index: int  # Of the port on that node
     rank: int
     number: int
     close: Callable[[], None]
-    lost: str = ""  # Why it leads nowhere any more
+    lost: str = ""  # Why it is no longer forwarded
 
 
 class OtherNodes:
@@ -605,7 +600,10 @@ class OtherNodes:
         return {each.rank: each.host for each in list(self._ports.values())}
 
     def server(self, number: int) -> Serve | None:
-        """Return what serves the sessions of a port. None if it is no port of another node."""
+        """Return the server for the sessions of a port.
+
+        None if it is not a port of another node.
+        """
         found = (port for port in self._ports.values() if port.number == number)
         return next((partial(self._serve, port) for port in found), None)
 
@@ -615,7 +613,7 @@ class OtherNodes:
             port.close()
 
     def _update(self, message: Message) -> None:
-        """Take in the ranks of a node. Without a node all nodes are lost."""
+        """Update the ranks of a node. Without a node, all nodes are lost."""
         node, lost = integer(message, "node"), str(message.get("lost") or "")
         if not node or lost:
             for key in [key for key in self._ports if not node or key[0] == node]:
@@ -678,7 +676,7 @@ class OtherNodes:
     async def _client(
         self, port: _FarPort, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Carry the bytes of a client to the port of the other node, and back."""
+        """Forward the bytes of a client to the port of the other node, and back."""
         data, requests = await asyncio.wait_for(first_message(reader), FIRST_MESSAGE_TIMEOUT)
         if not requests:
             return

@@ -31,7 +31,7 @@ DISCONNECT: Message = {
     "command": "disconnect",
     "arguments": {"restart": False, "terminateDebuggee": False},
 }
-"""The request that detaches a client without an end of the process."""
+"""The request that detaches a client without ending the process."""
 
 
 class NotDapError(Exception):
@@ -96,22 +96,22 @@ def _length(head: bytes) -> int:
 
 
 class Tap:
-    """The state of one session, from the messages that pass."""
+    """The state of one session, derived from its messages."""
 
     def __init__(self) -> None:
         self.attached = False  # The client has set its breakpoints and completed its configuration
         self.stopped = False
         self.place = ""  # ``path:line`` of the stop, once the client has asked for the stack
         self.leaving = False  # The client has asked for the end of the session
-        self.ended = False  # The rank has answered that
+        self.ended = False  # The rank has confirmed that
         self.stopped_by_client = False
-        """The client asked for the end of the session, and not for a restart."""
+        """The client asked for the end of the session, not for a restart."""
         self.at_gate = False  # The session began while the ranks were held before their first line
         self.terminates = False  # The client waits for the event that the session is over
         self.unanswered: dict[int, str] = {}
-        """The commands of the client's requests without a response, by sequence number."""
+        """The commands of the client's unanswered requests, by sequence number."""
         self.pausing: object = None
-        """The thread that the client has asked to pause, until something has stopped."""
+        """The thread that the client asked to pause, until a thread has stopped."""
         self.shown: object = None
         """The thread in native code that was shown to the client as stopped."""
         self.answers_itself: Callable[[Message, Message], bool] = lambda _message, _arguments: False
@@ -122,18 +122,18 @@ class Tap:
         self.attach: Message = {}  # The arguments of the request `attach`
         self.objects: Callable[[Message], str] = lambda _: ""
         """Returns why these arguments are refused, or an empty string."""
-        self.objection = ""  # What it has returned
+        self.objection = ""  # Its result
         self.refused: Message | None = None  # The request `attach` that was refused
         self.breakpoints: dict[str, list[Message]] = {}
-        """The breakpoints by file, as the rank has answered them."""
-        self._resumes = False  # The client has let a shown thread continue before it could stop
+        """The breakpoints by file, as confirmed by the rank."""
+        self._resumes = False  # The client continued a shown thread before it could stop
         self._files: dict[int, str] = {}
         self._from_client = Decoder()
         self._from_rank = Decoder()
         self._blind = False
 
     def to_rank(self, data: bytes) -> bytes:
-        """Return what is sent to the rank of a client's bytes.
+        """Return the bytes for the rank, given those of the client.
 
         A request that would end the rank is replaced by a detach. VS Code's Stop asks all sessions
         of a compound but one to end their process, and a rank that ends alone leaves its peers
@@ -182,7 +182,7 @@ class Tap:
             self._files[seq] = str(arguments["source"].get("path"))
 
     def local(self, place: Location) -> Location:
-        """Return a place with the path that the client has for it."""
+        """Return a place with the client's path for it."""
         mappings = self.attach.get("pathMappings")
         for each in mappings if isinstance(mappings, list) else ():
             if not isinstance(each, dict):
@@ -193,7 +193,7 @@ class Tap:
         return place
 
     def vanish(self) -> bytes:
-        """Return the detach that a client should have sent, which is gone."""
+        """Return the detach request that a client failed to send before it disappeared."""
         self.unanswered[DISCONNECT["seq"]] = "disconnect"
         return encode(DISCONNECT)
 
@@ -212,7 +212,7 @@ class Tap:
         return [(message, raw) for message, raw in messages if self._follow(message)]
 
     def _follow(self, message: Message) -> bool:
-        """Take in a message of the rank. Returns whether it is for the client."""
+        """Process a message of the rank. Returns whether it is for the client."""
         if message.get("type") == "response":
             if message.get("request_seq") == _RESUME:
                 return False
@@ -248,7 +248,7 @@ class Tap:
                 pass
 
     def file_of(self, response: Message) -> str | None:
-        """Return the file if a message answers with its breakpoints, and keep these."""
+        """Return the file if a message confirms its breakpoints, and keep these."""
         path = self._files.pop(integer(response, "request_seq"), None)
         body = response.get("body")
         found = body.get("breakpoints") if isinstance(body, dict) else None
@@ -290,7 +290,7 @@ def output(text: str, place: Location | None = None) -> Message:
 def refusal(request: Message, text: str) -> list[Message]:
     """Return the answer to a request of a client that cannot be served.
 
-    ``initialize`` succeeds, so that the client goes on to ``attach``, whose error it shows to the
+    ``initialize`` succeeds, so the client continues with ``attach``, whose error it shows to the
     user.
     """
     if request.get("command") == "initialize":
@@ -305,7 +305,7 @@ def response(
 ) -> Message:
     """Return a response of the gateway.
 
-    ``message`` says why the request failed. With ``show``, VS Code notifies the user of that.
+    ``message`` says why the request failed. With ``show``, VS Code shows it to the user.
     """
     answer: Message = {
         "seq": 0,

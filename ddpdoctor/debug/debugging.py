@@ -48,13 +48,13 @@ from ddpdoctor.system import peers
 
 
 _STDIN = 0
-_END_TIMEOUT = 5.0  # Seconds for the prompt to end with the job
+_END_TIMEOUT = 5.0  # Seconds for the prompt to end once the job has ended
 
 
 class OwnTerminal:
     """Lend the terminal to ``ddpdoctor debug`` while ranks wait for a debugger.
 
-    The prompt has another process group than the job, so Ctrl-C there does not reach the job.
+    The prompt has its own process group, so Ctrl-C there does not reach the job.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class OwnTerminal:
     def update(self, directory: Path, waits: list[object]) -> None:
         """Open the prompt if ranks wait. Take the terminal back if the prompt has ended.
 
-        ``waits`` has an object for each rank that waits, the same as long as it waits.
+        ``waits`` has an object for each waiting rank, the same for the whole wait.
         """
         if self._prompt is not None and self._prompt.poll() is not None:
             self._take_back()
@@ -83,7 +83,7 @@ class OwnTerminal:
         try:
             name = os.ttyname(_STDIN)
             if os.tcgetpgrp(_STDIN) != os.getpgrp():
-                # A shell has put this job into the background.
+                # A shell has moved this job to the background.
                 return
             self._settings = termios.tcgetattr(_STDIN)
             with open(name, "wb", buffering=0) as output:
@@ -120,7 +120,7 @@ def _take_terminal() -> None:
 
 def _give_terminal_to(group: int) -> None:
     """Make a process group of this session the terminal's foreground group."""
-    # A process in the background is stopped for this otherwise.
+    # Otherwise a process in the background would be stopped for this.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTOU])
     with contextlib.suppress(OSError):
         os.tcsetpgrp(_STDIN, group)
@@ -154,7 +154,7 @@ class Editor:
         self._path_map = own.path_map
         self._script = script
         self.label = ""
-        """Part of the names that distinguishes this run; empty for the first live run."""
+        """Part of the names that distinguishes this run. Empty for the first live run."""
 
     def claim(self, directory: Path, port: int) -> None:
         """Choose the label, and record it for the runs that start later."""
@@ -172,10 +172,10 @@ class Editor:
             return
 
     def write(self, host: str, ports: dict[int, int], nodes: dict[int, str]) -> str:
-        """Make launch.json hold the configurations of these ranks, by global rank.
+        """Write the configurations of these ranks into launch.json, by global rank.
 
         Returns:
-            The file, if it is new or had no entries of ddpdoctor; else an empty string.
+            The file, if it is new or had no entries of ddpdoctor, else an empty string.
 
         Raises:
             DoctorError: The file cannot be changed. It is unchanged.
@@ -207,7 +207,7 @@ class Editor:
     def restore(self) -> None:
         """Restore a launch.json that git tracks, so that a run leaves nothing to commit.
 
-        It stays as it is if others have changed it meanwhile.
+        It is left unchanged if others have changed it meanwhile.
 
         Raises:
             DoctorError: The file cannot be changed. It is unchanged.
@@ -251,7 +251,7 @@ def _claims(workspace: Path) -> list[dict[str, Any]]:
 ARRIVAL_TIMEOUT = 2.0  # Seconds for all ranks to reach the same breakpoint
 
 MIN_WAIT_STEPS = 3
-"""Steps that a phase has to last to count as a wait, since backward is long on a slow machine."""
+"""Minimum steps' time of a phase to count as a wait, since backward is long on a slow machine."""
 
 
 class PartialStops:
@@ -275,7 +275,7 @@ class PartialStops:
         if not held:
             self._since = None
             if not waiting:
-                # While ranks wait it is the same stop: the user steps through the lines.
+                # While ranks wait, it is the same stop: the user steps through the lines.
                 self._reported = None
             return ""
         now = time.monotonic()
@@ -310,7 +310,7 @@ def _stop_sentence(run: Run, stops: Sequence[Stop], waiting: Sequence[Status]) -
         f"{named(status.rank for status in waiting)} {wait} for {them}{where} and will "
         "stop at breakpoints after that"
     )
-    # The gloo of some torch versions keeps its group's timeout, which cannot be lifted.
+    # gloo in some torch versions keeps its group's timeout, which cannot be lifted.
     kept = [rank.opened.kept_timeout for rank in run.last]
     timeouts = [each for each in kept if each is not None]
     if timeouts:
@@ -339,10 +339,10 @@ class Speaker(Protocol):
         """Errors in ddpdoctor itself."""
 
     def note(self, text: str) -> None:
-        """Print what ddpdoctor does; nothing with ``--quiet``."""
+        """Print what ddpdoctor does. Nothing with ``--quiet``."""
 
     def say(self, text: str) -> None:
-        """Print what the user has to act on."""
+        """Print something that requires the user's action."""
 
 
 class Debugging:
@@ -371,18 +371,18 @@ class Debugging:
         self._written: tuple[dict[int, int], dict[int, str]] = {}, {}
         self._directory: Path | None = None
         self._others_wait: dict[int, int] = {}
-        """When the ranks of other nodes began to wait that were reported, in Unix nanoseconds."""
+        """Start of each reported wait of a rank on another node, in Unix nanoseconds."""
         self._expects = False
         self._terminal = OwnTerminal() if own.wait_in_terminal else None
         self.stopped = False  # The debugger was stopped, which ends the job
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that prepare the ranks for a debugger."""
+        """Return the environment variables that prepare the ranks for a debugger."""
         words = ["attach"]
         if self._command.own.wait_for_attach is not None:
             words.append("gate")
             if not self._command.one_node:
-                # While ranks are held at the start, other nodes cannot learn of it.
+                # While ranks are held at the start, other nodes cannot know about it.
                 words.append("lift")
         if self._command.own.debug_on_error:
             words.append("error")
@@ -411,20 +411,20 @@ class Debugging:
 
     @property
     def _reached(self) -> dict[int, int]:
-        """The port of each rank that has connected, here or on another node."""
+        """The port of each rank that has connected, on this or another node."""
         return self._gateway.ranks if self._gateway is not None else {}
 
     def open(self, directory: Path) -> None:
-        """Make the sockets that the ranks connect to.
+        """Create the sockets that the ranks connect to.
 
         Raises:
-            OSError: A socket cannot be made.
+            OSError: A socket cannot be created.
         """
         self._directory = directory
         self._sockets = gateway.RunSockets(directory, len(self._ports.listeners))
 
     def announce(self, directory: Path) -> None:
-        """Write launch.json, and print what the user should know of the ports."""
+        """Write launch.json, and print what the user should know about the ports."""
         port = self._ports.numbers[0]
         self._speaker.faults.guarded("launch.json", self._editor.claim, directory, port)
         if self._command.one_node and self._command.local_ranks is not None:
@@ -434,7 +434,7 @@ class Debugging:
     def start(self, news: Callable[[], None]) -> None:
         """Serve. ``news`` is called from another thread when :meth:`poll` has something to do.
 
-        Ranks that connected before wait in the sockets.
+        Ranks that connected earlier wait in the sockets.
         """
         assert self._sockets is not None
         own = self._command.own
@@ -473,11 +473,11 @@ class Debugging:
             taken = f"port {last} is taken"
             if last != own.debug_port:
                 taken = f"not all of ports {own.debug_port}-{last} are free"
-            # launch.json and `ddpdoctor attach` have the ports. At the default ones another job
-            # of the machine is usual.
+            # launch.json and `ddpdoctor attach` know the ports. The default ones are often used by
+            # another job on the machine.
             if own.debug_port != DEFAULT_PORT:
                 self._speaker.note(f"{taken}; debuggers attach at {_span(numbers)} instead")
-            # An editor trusts what it attaches to, which may be another user's at the usual port.
+            # An editor trusts what it attaches to, and the usual port may belong to another user.
             for port in range(own.debug_port, last + 1):
                 uid = peers.listener(port)
                 if uid is not None and not peers.is_trusted(uid):
@@ -649,7 +649,7 @@ def _uses_debugpy(command: Command) -> bool:
 
 
 def _check_gate(command: Command) -> None:
-    """Refuse to wait for ranks that the job does not have."""
+    """Refuse to wait for ranks that do not exist in the job."""
     wanted, count = command.own.wait_for_attach, command.local_ranks
     if not wanted or not command.one_node or count is None:
         return
@@ -662,7 +662,7 @@ def _check_gate(command: Command) -> None:
 
 
 def _check_host(command: Command) -> None:
-    """Refuse ports that other machines reach, unless clients without a known user are admitted."""
+    """Refuse ports that other machines can reach, unless unidentified clients are admitted."""
     own = command.own
     if not own.debug_unidentified and not gateway.is_loopback(own.debug_host):
         raise DoctorError(

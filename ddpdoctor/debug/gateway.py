@@ -30,13 +30,13 @@ from ddpdoctor.system import peers
 # -- admission: only the user who runs the job, and root
 
 
-MAX_REFUSAL_SHARE = 0.4  # Most of one core that refusals may use, for all sockets together
+MAX_REFUSAL_SHARE = 0.4  # Maximum share of a core for refusals, for all sockets together
 MAX_BATCH = 0.01  # Seconds of CPU time for connections before the event loop does its other work
-MIN_PAUSE = 0.005  # Least seconds for which a socket that has refused clients accepts none
-FLOOD_TIMEOUT = 2.0  # Seconds for which a socket has to lag behind before that is reported
+MIN_PAUSE = 0.005  # Minimum seconds for which a socket that has refused clients is paused
+FLOOD_TIMEOUT = 2.0  # Seconds that a socket has to lag behind before it is reported
 
 ACCEPT_RETRY = 1.0
-"""Seconds to wait where no connection can be accepted, such as for want of descriptors."""
+"""Seconds to wait if no connection can be accepted, for example without free descriptors."""
 
 _RESET = struct.pack("ii", 1, 0)
 _NO_RESET = struct.pack("ii", 0, 0)
@@ -63,7 +63,7 @@ class Admission:
     def open(
         self, listener: socket.socket, place: str, serve: Serve, beside: str = ""
     ) -> Callable[[], None]:
-        """Accept a listening socket's connections from now on. Return a function that stops this.
+        """Start accepting a listening socket's connections. Return a function that stops this.
 
         Args:
             listener: The socket.
@@ -87,11 +87,11 @@ class Admission:
 
     @property
     def paused(self) -> int:
-        """The number of sockets that accept no connections now."""
+        """The number of sockets that currently accept no connections."""
         return sum(listener.paused is not None for listener in self._listeners)
 
     def admits(self, connection: socket.socket, place: str) -> bool:
-        """Return whether a connection is served. Report the first refusal of each user."""
+        """Return whether a connection may be served. Report the first refusal of each user."""
         try:
             uid: int | None = peers.user(connection)
             why = ""
@@ -127,7 +127,7 @@ class _Listener:
         self._serve = serve
         self._beside = beside
         self._behind: float | None = None
-        """Time since which more connections have come than could be accepted."""
+        """Start of the period in which more connections arrived than could be accepted."""
         self._is_reported = False
         self.paused: asyncio.TimerHandle | None = None
         """The timer that ends a pause, or None."""
@@ -145,7 +145,7 @@ class _Listener:
         self._loop.remove_reader(self._socket)
 
     def _accept(self) -> None:
-        """Accept waiting connections, for `MAX_BATCH` seconds at most."""
+        """Accept waiting connections for up to `MAX_BATCH` seconds."""
         began, cpu_began = time.monotonic(), time.thread_time()
         spent, refused = 0.0, False
         while spent < MAX_BATCH:
@@ -174,7 +174,7 @@ class _Listener:
                 self._is_reported = True
                 self._admission.report_flood(self._place, self._beside)
         if refused:
-            # Paused sockets share the budget of all.
+            # Paused sockets share one budget.
             share = MAX_REFUSAL_SHARE / (1 + self._admission.paused)
             self._pause(max(MIN_PAUSE, spent / share - (time.monotonic() - began)))
 
@@ -207,8 +207,7 @@ class Gateway:
         ports: The listening sockets.
         sockets: The sockets in the run directory.
         unidentified: Also serve clients at the ports whose user cannot be determined.
-        gate: Ranks that have to be attached before any may start; all if empty; None for no
-            gate.
+        gate: Ranks that have to be attached before any may start; all if empty. None for no gate.
         ends_job: The first client that stops a session begun before the gate opened ends the
             job.
         hold_errors: Ranks hold at an uncaught exception, so timeouts are lifted from the start.
@@ -250,7 +249,7 @@ class Gateway:
     # -- called from the supervisor's thread
 
     def start(self, news: Callable[[], None]) -> None:
-        """Serve in a thread, which calls ``news`` when there are records to take."""
+        """Serve in a thread, which calls ``news`` when there are new records."""
         self._ranks.news = news
         self._thread.start()
 
@@ -277,7 +276,7 @@ class Gateway:
 
     @property
     def ranks(self) -> dict[int, int]:
-        """The port of each global rank that has connected, here or on another node."""
+        """The port of each global rank that has connected, on this or another node."""
         return self._others.ports | {slot.rank: slot.port for slot in self._ranks.linked}
 
     @property
@@ -292,7 +291,7 @@ class Gateway:
 
     @property
     def waits(self) -> list[object]:
-        """What the ranks said that wait for a debugger and have none."""
+        """The messages of ranks that wait for a debugger and have none."""
         slots = self._ranks.slots
         return [slot.waits for slot in slots if slot.waits is not None and slot.session is None]
 
@@ -343,8 +342,9 @@ class Gateway:
 
 
 BACKLOG = 1024
-"""Connections that the kernel queues while others flood a port. In a longer queue, which a flood
-keeps full, a client would wait longer."""
+"""Connections that the kernel queues while others flood a port. In a longer queue, kept full by a
+flood, a client would wait longer.
+"""
 
 _LAST_PORT = 65535
 _ATTEMPTS = 200
@@ -450,7 +450,7 @@ def bind_block(host: str, first: int, count: int) -> Ports:
 
 
 def with_root(ports: Ports) -> Ports:
-    """Listen for sessions with all ranks, too, on the port before the others if it is free."""
+    """Also listen for sessions with all ranks, on the port before the others if it is free."""
     root = _listen(ports.host, ports.numbers[0] - 1) or _listen(ports.host, 0)
     return replace(ports, root=root)
 
@@ -471,7 +471,7 @@ def _listen(host: str, port: int) -> socket.socket | None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches ``host``."""
+    """Return whether only this machine can reach ``host``."""
     if host == "localhost":
         return True
     try:

@@ -25,7 +25,7 @@ from ddpdoctor.system.process_activity import most_lacked, read_turns
 
 
 MAX_STARVATION = 20.0
-"""Factor by which the timeout of an answer grows at most while the process waits for a core."""
+"""Maximum factor by which an answer's timeout grows while the process waits for a core."""
 
 SAMPLE_INTERVAL = 1.0  # Seconds between two samples of the CPU time of the process
 
@@ -34,7 +34,7 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class SilentError(Exception):
-    """The process does not answer in time, or has ended."""
+    """The process did not answer in time, or has ended."""
 
 
 class RankLink:
@@ -42,10 +42,10 @@ class RankLink:
 
     Attributes:
         pid: Its pid, as it sees itself.
-        rank: Its global rank; None while it is unknown.
+        rank: Its global rank. None while unknown.
         local_rank: None if its launcher has no local ranks.
-        world_size: None while it is unknown.
-        local_world_size: The number of ranks of this node; None if its launcher does not say.
+        world_size: None while unknown. local_world_size: The number of ranks of this node; None if
+            its launcher does not say.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -67,7 +67,7 @@ class RankLink:
                 setattr(self, name, value)
 
     async def messages(self) -> AsyncIterator[Message]:
-        """Yield the messages of the process until it ends, but for answers to :meth:`ask`."""
+        """Yield the messages of the process until it ends, except answers to :meth:`ask`."""
         while True:
             try:
                 line = await self._reader.readline()
@@ -87,7 +87,7 @@ class RankLink:
         self._writer.close()
 
     def send(self, do: str, **values: object) -> None:
-        """Send a message without an answer."""
+        """Send a message that needs no answer."""
         with contextlib.suppress(OSError, RuntimeError):
             self._writer.write(json.dumps({"do": do, **values}).encode() + b"\n")
 
@@ -132,7 +132,7 @@ class Slot:
     session: dap.Tap | None = None
     client: asyncio.StreamWriter | None = None  # The connection to the session's client
     waits: Message | None = None  # Where the rank waits for a debugger: ``why``, ``path``, ``line``
-    last_rank: int | None = None  # The global rank of the last process that had the port
+    last_rank: int | None = None  # The global rank of the port's last process
 
     @property
     def rank(self) -> int:
@@ -142,7 +142,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Stop:
-    """A rank that the debugger holds."""
+    """A rank held by the debugger."""
 
     rank: int
     place: str  # ``path:line``, empty if unknown
@@ -153,21 +153,21 @@ MAY_WAIT = (Phase.WAIT, Phase.FORWARD, Phase.BACKWARD)
 
 
 def waits_for_others(status: Status | None, least: float, steps: float) -> bool:
-    """Return whether a rank has been in such a phase for seconds, and for so many steps."""
+    """Return whether a rank has been in such a phase for at least these seconds and steps."""
     if status is None or status.phase not in MAY_WAIT:
         return False
     return time.time_ns() - status.since > max(least * 1e9, steps * status.last_total)
 
 
 SETTLE_TIME = 4.0
-"""Seconds without a new rank after which no more are expected, if their number is unknown."""
+"""Seconds after the last new rank until no more are expected, if their number is unknown."""
 
 
 class Ranks:
     """The debug ports of one run, ascending, and the control socket of its ranks.
 
-    Only :meth:`records` may be called from another thread than the event loop's. The arguments are
-    explained at :class:`~ddpdoctor.debug.gateway.Gateway`.
+    Only :meth:`records` may be called outside the event loop's thread. The arguments are explained
+    at :class:`~ddpdoctor.debug.gateway.Gateway`.
     """
 
     def __init__(
@@ -197,10 +197,12 @@ class Ranks:
         self.on_workers: Callable[[Slot], Coroutine[Any, Any, None]] | None = None
         """Called when a DataLoader of a rank has started workers."""
         self.on_node: Callable[[Message], None] = lambda _: None
-        """Called when the ranks of another node have changed; with nothing if all are gone."""
+        """Called when the ranks of another node have changed, with an empty message if all are
+        gone.
+        """
         self._exchange: RankLink | None = None
         """The connection to the process that exchanges records with other nodes."""
-        self._sent_last: dict[str, object] = {}  # What was sent to the exchange last
+        self._sent_last: dict[str, object] = {}  # The last message to the exchange
         self._held_elsewhere = False  # A debugger holds ranks of other nodes
 
     @property
@@ -251,7 +253,7 @@ class Ranks:
         )
 
     def report_waits(self, slot: Slot) -> None:
-        """Report that a rank waits for a debugger, if it does and none is attached."""
+        """Report a rank that waits for a debugger while none is attached."""
         waits = slot.waits
         if waits is not None and (slot.session is None or not slot.session.attached):
             why = str(waits.get("why") or "")
@@ -262,13 +264,13 @@ class Ranks:
         return [self._records.popleft() for _ in range(len(self._records))]
 
     async def changed(self) -> None:
-        """Wake what waits for a change: a process or a session has come or gone."""
+        """Wake everything that waits for a change: a process or session has started or ended."""
         self._tell_exchange()
         async with self._changed:
             self._changed.notify_all()
 
     async def wait_until(self, true: Callable[[], bool], timeout: float) -> None:
-        """Wait until a change makes a condition true, for ``timeout`` seconds at most."""
+        """Wait up to ``timeout`` seconds until a change makes a condition true."""
         with contextlib.suppress(asyncio.TimeoutError):
             async with self._changed:
                 await asyncio.wait_for(self._changed.wait_for(true), timeout)
@@ -289,7 +291,7 @@ class Ranks:
                 elif link is self._exchange:
                     self._message_of_exchange(message)
                 elif message.get("say") == "session":
-                    # A connection for debugpy: all that follows is debugpy's.
+                    # A connection for debugpy: everything that follows is debugpy's.
                     awaited = self.sessions.pop(str(message.get("key")), None)
                     if awaited is None or awaited.done():
                         writer.close()
@@ -387,7 +389,7 @@ class Ranks:
         return held or self._hold_errors
 
     def _tell_exchange(self) -> None:
-        """Tell the exchange what has changed here."""
+        """Tell the exchange about changes on this node."""
         ranks = [
             [slot.index, slot.last_rank, slot.link.pid]
             for slot in self.slots
@@ -443,7 +445,7 @@ class Ranks:
     async def lift_timeouts(self) -> None:
         """Lift the collective timeouts of all ranks.
 
-        Ranks of this node have a second to do so. Other nodes are asked to, and not waited for.
+        Ranks of this node have a second to do so. Other nodes are asked without waiting for them.
         """
         self._tell_exchange()
         if self._lifted or not (self._held or self._held_elsewhere):

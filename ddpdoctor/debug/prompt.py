@@ -25,9 +25,9 @@ from ddpdoctor.run.records.supervisor import MAIN, RankStacks, Thread
 from ddpdoctor.run.records.supervisor import Frame as StackFrame
 from ddpdoctor.run.snapshot import Run
 
-POLL = 0.25  # Seconds between two looks at the run while a command waits
-SETTLED = 1.0  # Seconds without another stop after which no more ranks are waited for
-HELD = 5.0  # Seconds for ranks that run while others are held, which they may wait for
+POLL = 0.25  # Seconds between two reads of the run while a command waits
+SETTLED = 1.0  # Seconds after the last stop until no more ranks are waited for
+HELD = 5.0  # Seconds for running ranks, which may be waiting for held ones
 PAUSE_TIMEOUT = 5.0  # Seconds for ranks to stop when they are paused
 MOVES = ("n", "next", "s", "step", "u", "up", "d", "down")
 CONTEXT = 5  # Lines before and after the current one that `list` shows
@@ -73,12 +73,12 @@ class Prompt(cmd.Cmd):
         self._is_typed = sys.stdin.isatty() and sys.stdout.isatty()
         self._at_prompt = False
         self._failed = False
-        self._busy = threading.RLock()  # A command runs, or the watch looks at the ranks
+        self._busy = threading.RLock()  # Held while a command runs, or the watch reads the ranks
 
     # -- read commands
 
     def run(self, commands: Sequence[str] | None) -> int:
-        """Do the given commands, or those that are typed. Returns the exit status."""
+        """Run the given commands, or those that are typed. Returns the exit status."""
         given = commands is not None
         self._is_typed &= not given
         print(f"{shown(self._sessions.run.path.name)}: {self._summary()}")
@@ -149,7 +149,7 @@ class Prompt(cmd.Cmd):
             readline.read_history_file(path)
 
     def _watch(self) -> None:
-        """Show what happens while the prompt waits for a command."""
+        """Show events while the prompt waits for a command."""
         path = self._sessions.run.path
         while rundir.is_live(path):
             time.sleep(2 * POLL)
@@ -160,7 +160,7 @@ class Prompt(cmd.Cmd):
         self._print(["the job has ended"])
 
     def completedefault(self, *arguments: object) -> list[str]:
-        """Complete an expression by the names of the first stopped rank."""
+        """Complete an expression by names of the first stopped rank."""
         text, line, _, end = arguments
         ranks = sorted(self._sessions.stopped() & self._ranks)
         session = self._sessions.by_rank.get(ranks[0]) if ranks else None
@@ -178,14 +178,14 @@ class Prompt(cmd.Cmd):
         return []
 
     def default(self, line: str) -> None:
-        """Execute a line that is no command as Python, as pdb does."""
+        """Execute a line that is not a command as Python, as pdb does."""
         self.do_p(line.removeprefix("!").strip())
 
     # -- what the ranks do
 
     @property
     def _ranks(self) -> frozenset[int]:
-        """The ranks that commands are for."""
+        """The ranks that commands apply to."""
         every = self._sessions.ranks | frozenset(self._sessions.by_rank)
         return every if self._chosen is None else every & self._chosen
 
@@ -202,7 +202,7 @@ class Prompt(cmd.Cmd):
         return f"{named(ranks)}{held}" + ("; h for help" if self._is_typed else "")
 
     def _doing(self, rank: int) -> str:
-        """Describe a rank in a few words."""
+        """Describe a rank's state in a few words."""
         session = self._sessions.by_rank.get(rank)
         if session is not None and session.thread is not None:
             return self._stop(session)
@@ -274,9 +274,9 @@ class Prompt(cmd.Cmd):
     def _wait(self, resumed: frozenset[int]) -> None:
         """Wait until the resumed ranks have stopped, and show where.
 
-        If some stop, the others have a moment. If some ranks are held, the others may wait for
-        them. Time without a core does not count. Ctrl-C pauses the ranks. Without a terminal and
-        breakpoints, wait no longer than for held ranks.
+        Once some have stopped, the others get a little more time. They may be waiting for ranks
+        that are held. Time without a core does not count. Ctrl-C pauses the ranks. Without a
+        terminal and breakpoints, wait no longer than for held ranks.
         """
         sessions = self._sessions
         before = sessions.stopped()
@@ -306,14 +306,14 @@ class Prompt(cmd.Cmd):
     # -- commands
 
     def _stopped(self) -> frozenset[int]:
-        """Return the chosen ranks that are stopped. There is at least one."""
+        """Return the chosen ranks that are stopped, at least one."""
         found = self._sessions.stopped() & self._ranks
         if not found:
             raise DoctorError("no rank is stopped here", "`pause` or Ctrl-C stops them")
         return found
 
     def _each(self, function: Callable[[Session], str]) -> None:
-        """Show what a function says of each stopped rank."""
+        """Show the result of a function for each stopped rank."""
         stopped = self._stopped()
         found = self._sessions.ask(stopped, function)
         running = self._ranks - stopped
@@ -321,7 +321,7 @@ class Prompt(cmd.Cmd):
         self._say(_only(found) | dict.fromkeys(running, "runs; `pause` stops it"))
 
     def do_ranks(self, line: str) -> None:
-        """Choose the ranks that commands are for, or show what each does."""
+        """Choose the ranks that commands apply to, or show their states."""
         self._sessions.look()
         if line == "all":
             self._chosen = None
@@ -423,7 +423,7 @@ class Prompt(cmd.Cmd):
         same = (path, number)
         known = self._sessions.breakpoints
         before = [e for e in known if (e.path, e.line) == same]
-        # At one place a rank has one breakpoint: the newest.
+        # A rank has one breakpoint per place: the newest.
         rest = [replace(e, ranks=e.ranks - added.ranks) for e in before]
         others = [e for e in known if e not in before]
         self._sessions.breakpoints = [*others, *(e for e in rest if e.ranks), added]
@@ -472,21 +472,21 @@ class Prompt(cmd.Cmd):
         self._wait(ranks)
 
     def do_next(self, line: str) -> None:
-        """Go on to the next line of the function."""
+        """Continue to the next line of the function."""
         self._resume("next")
 
     def do_step(self, line: str) -> None:
-        """Go on to the next line, into functions."""
+        """Continue to the next line, into functions."""
         self._resume("stepIn")
 
     def do_return(self, line: str) -> None:
-        """Go on until the function returns."""
+        """Continue until the function returns."""
         self._resume("stepOut")
 
     do_n, do_s, do_r = do_next, do_step, do_return
 
     def do_continue(self, line: str) -> None:
-        """Go on until ranks stop at a breakpoint."""
+        """Continue until ranks stop at a breakpoint."""
         sessions = self._sessions
         if sessions.is_held:
             self._say(sessions.attach(sessions.ranks))
@@ -517,7 +517,7 @@ class Prompt(cmd.Cmd):
         self._pause(self._ranks - self._sessions.stopped())
 
     def do_quit(self, line: str) -> bool:
-        """Leave. The ranks go on."""
+        """Leave. The ranks continue."""
         return True
 
     do_q = do_exit = do_quit
@@ -542,7 +542,7 @@ class Prompt(cmd.Cmd):
         return path, int(match["line"]), match["condition"]
 
     def _file(self, name: str | None) -> str:
-        """Return the path of a file, of the current one without a name."""
+        """Return the path of a file, by default the current one."""
         run = self._sessions.run
         frames = [each.frame for each in self._sessions.by_rank.values() if each.thread is not None]
         known = [frame.path for frame in frames if frame is not None]

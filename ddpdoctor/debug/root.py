@@ -1,7 +1,7 @@
 """Serve the root session, which asks the client to start a child session for each rank.
 
-The root session and its children connect to one port. A child's ``attach`` request says which rank
-it is for, as debugpy's sessions of subprocesses do.
+The root session and its children connect to one port. A child's ``attach`` request names its rank,
+as debugpy's sessions of subprocesses do.
 """
 
 from __future__ import annotations
@@ -66,12 +66,13 @@ CAPABILITIES: Message = {
 """The capabilities of debugpy's adapter, which answers ``initialize`` before it has a process."""
 
 _VSCODE = "vscode"
-"""The client that starts children by debugpy's own event, and then ends and restarts them all."""
+"""The client that starts children by debugpy's own event, and ends and restarts them all together.
+"""
 
 _RELEASE = (1 << 30) + 2  # The sequence number of a ``continue`` that the client has not sent
-_CHECK_INTERVAL = 0.05  # Seconds between two looks at the ranks that have not stopped
-MIN_WAIT = 0.5  # Least seconds in a phase for which a rank counts as waiting for others
-MAX_HELD = 10.0  # Seconds for which a stop is not shown at most, or three of the longest step
+_CHECK_INTERVAL = 0.05  # Seconds between two checks of ranks that have not stopped
+MIN_WAIT = 0.5  # Minimum seconds in a phase for a rank to count as waiting for others
+MAX_HELD = 10.0  # Maximum seconds for which a stop is hidden, or three of the longest step
 
 
 class RootPort:
@@ -127,7 +128,7 @@ class RootPort:
                     continue
                 if command in dap.LEAVING:
                     given = _arguments(message)
-                    # A restart runs the task again that has started the job, if there is one.
+                    # A restart runs the task that started the job again, if there is one.
                     again = given.get("restart") and not _arguments(attach).get("preLaunchTask")
                     if root.at_gate and not again:
                         self._clients.end_job(self._ranks.slots[0])
@@ -140,7 +141,7 @@ class RootPort:
                 _respond(writer, message, _answer(message))
                 if command == "configurationDone" and task is None:
                     task = asyncio.create_task(root.start_children())
-            # The client has vanished.
+            # The client has disappeared.
             await root.leave({})
         finally:
             del self._roots[root.key]
@@ -199,7 +200,7 @@ class RootPort:
         try:
             await asyncio.wait(carried, return_when=asyncio.FIRST_COMPLETED)
             if not carried[1].done():
-                # The client has left or vanished. The rank's last messages may still come.
+                # The client has left or disappeared. The rank's last messages may still arrive.
                 to_rank.write_eof()
                 await asyncio.wait(carried[1:], timeout=ANSWER_TIMEOUT)
         finally:
@@ -210,7 +211,7 @@ class RootPort:
             to_rank.close()
 
     def _server(self, port: int) -> Serve | None:
-        """Return what serves the sessions of a rank. None if no rank has the port."""
+        """Return the server for the sessions of a rank. None if no rank has the port."""
         for slot in self._ranks.slots:
             if slot.port == port:
                 return partial(self._clients.take, slot, by_port=False)
@@ -227,26 +228,26 @@ class Child:
         self.configuring: set[object] = {None}
         """Sequence numbers of ``configurationDone``."""
         self.configured = False
-        self.released = False  # A stop of it was not shown to the client
+        self.released = False  # One of its stops was hidden from the client
         self.ended = asyncio.Event()
 
     @property
     def held(self) -> bool:
-        """Whether it has stopped, and the client does not know."""
+        """Whether it has stopped without the client's knowledge."""
         return self._held is not None
 
     def hold(self, message: Message, raw: bytes) -> None:
-        """Keep an event about a stop from the client."""
+        """Hold back an event about a stop from the client."""
         self._held = message, raw
 
     def show(self) -> None:
-        """Send the client the event that was held."""
+        """Send the client the event that was held back."""
         if self._held is not None:
             self._client.write(self._held[1])
             self._held = None
 
     def release(self) -> None:
-        """Let the rank go on from a stop that the client does not know of."""
+        """Let the rank continue from a stop that the client does not know about."""
         if self._held is not None:
             thread = self._held[0].get("body", {}).get("threadId")
             self._held, self.released = None, True
@@ -274,7 +275,7 @@ class Root:
 
     A breakpoint that only some ranks know when they pass it would stop only these, and leave the
     others in the next collective. So a stop in a step that began before all ranks were attached is
-    not shown unless all of them stop: the ranks go on, and all stop in the next step.
+    not shown unless all of them stop: the ranks continue, and all stop in the next step.
     """
 
     def __init__(
@@ -299,16 +300,16 @@ class Root:
         self.left = False  # The client has ended the session
         self._started: dict[int, tuple[int, int | None]] = {}  # Rank and pid by port
         self._children: dict[int, Child] = {}
-        self._joining: set[int] = set()  # Ports of the children that were asked for
+        self._joining: set[int] = set()  # Ports of the requested children
         self._last: int | None = None
-        """The highest step number when all ranks were attached. None before."""
+        """The highest step number when all ranks were attached. None before that."""
         self._settled = self.at_gate
         self._watching = False
 
     # -- the children
 
     async def start_children(self) -> None:
-        """Ask the client for a session with each rank that is there, or comes later."""
+        """Ask the client for a session with each present and future rank."""
         while not self.left:
             for port, (rank, pid) in self._present().items():
                 if self._started.get(port) != (rank, pid):
@@ -349,19 +350,19 @@ class Root:
             self._client.write(dap.encode(dap.event("debugpyAttach", body)))
 
     def join(self, port: int, child: Child) -> None:
-        """Take a session that was asked for."""
+        """Add a requested session."""
         self._children[port] = child
         self._joining.discard(port)
 
     def part(self, port: int, child: Child) -> None:
-        """Take note that a session has ended."""
+        """Note that a session has ended."""
         if self._children.get(port) is child:
             del self._children[port]
         child.end()
         self._check_ready()
 
     async def leave(self, arguments: Message) -> None:
-        """End all children as the client would end each."""
+        """End all children, as the client would."""
         self.left = True
         children = list(self._children.values())
         for child in children:
@@ -373,7 +374,7 @@ class Root:
     # -- stops of a late attach
 
     def configured(self, child: Child) -> None:
-        """Take note that a child has its breakpoints."""
+        """Note that a child has its breakpoints."""
         child.configured = True
         self._check_ready()
 
@@ -383,7 +384,7 @@ class Root:
             self._last = max((each.step for each in self._statuses().values()), default=0)
 
     def holds(self, child: Child, message: Message, raw: bytes) -> bool:
-        """Return whether a stop is not shown to the client for now."""
+        """Return whether a stop is hidden from the client for now."""
         body = message.get("body")
         at_breakpoint = isinstance(body, dict) and body.get("reason") == "breakpoint"
         if self._settled or not at_breakpoint:
@@ -409,7 +410,7 @@ class Root:
             child.show()
 
     async def _watch(self) -> None:
-        """Wait until all ranks have stopped, or the others wait for those that have."""
+        """Wait until all ranks have stopped, or the others wait for stopped ones."""
         began = time.monotonic()
         while any(child.held for child in self._children.values()):
             await asyncio.sleep(_CHECK_INTERVAL)
@@ -460,7 +461,7 @@ def _respond(writer: asyncio.StreamWriter, request: Message, body: Message) -> N
 
 
 def _answer(request: Message) -> Message:
-    """Return the body with which the root session, which has no thread, answers."""
+    """Return the response body of the root session, which has no thread."""
     command = request.get("command")
     if command == "threads":
         return {"threads": []}

@@ -1,7 +1,6 @@
 """Debug several ranks at once, as a client of the run's gateway.
 
-A rank is attached to when something is wanted of it that needs a debugger. Until then its debugpy
-is not loaded.
+A rank is attached to only when a command needs a debugger. Until then its debugpy is not loaded.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Status
 from ddpdoctor.system.process_activity import Turn, most_lacked, read_turns
 
-ANSWER_TIMEOUT = 600.0  # Seconds for a response. The gateway itself gives up on a rank earlier.
+ANSWER_TIMEOUT = 600.0  # Seconds for a response. The gateway gives up on a rank earlier.
 
 
-_NOTE = "(note: full exception trace"  # Begins what debugpy appends to an exception
-_CURRENT = " (Current frame)"  # What debugpy appends to the name of a frame
-_NO_THREAD = "Unable to find thread"  # How debugpy's error begins if a thread has not stopped
+_NOTE = "(note: full exception trace"  # Start of the text that debugpy appends to an exception
+_CURRENT = " (Current frame)"  # Text that debugpy appends to the name of a frame
+_NO_THREAD = "Unable to find thread"  # Start of debugpy's error for a thread that has not stopped
 
 
 class Frame(NamedTuple):
@@ -82,10 +81,10 @@ class Session:
 
     Attributes:
         rank: The rank.
-        thread: The thread that is stopped; None while the rank runs.
+        thread: The stopped thread. None while the rank runs.
         why: Why it stopped, in a few words.
-        selected: The index of the frame that commands look at, 0 for the innermost.
-        over: Why the session has ended; empty while it goes on.
+        selected: The index of the frame that commands use, 0 for the innermost.
+        over: Why the session has ended. Empty before that.
         is_seen: The user has been shown the stop.
         output: What debugpy has said and the user has not been shown.
     """
@@ -104,7 +103,7 @@ class Session:
         self._news = news
         self._answers: dict[int, dap.Message] = {}
         self._asked = 0
-        self._is_ready = False  # debugpy takes breakpoints
+        self._is_ready = False  # debugpy accepts breakpoints
         threading.Thread(target=self._read, name=f"rank {rank}", daemon=True).start()
 
     def attach(self, breakpoints: Iterable[Breakpoint], *, all_code: bool) -> None:
@@ -129,7 +128,10 @@ class Session:
         self._answer("attach", attaching)
 
     def set_breakpoints(self, path: str, breakpoints: Iterable[Breakpoint]) -> str:
-        """Replace the breakpoints of a file. Returns why one of them is not hit, or nothing."""
+        """Replace the breakpoints of a file.
+
+        Returns why one of them cannot be hit, or an empty string.
+        """
         wanted = [
             {"line": each.line, **({"condition": each.condition} if each.condition else {})}
             for each in breakpoints
@@ -139,7 +141,7 @@ class Session:
         return str(found[0].get("message") or "it is not hit") if found else ""
 
     def resume(self, command: str) -> None:
-        """Let the stopped rank go on: ``continue``, ``next``, ``stepIn`` or ``stepOut``."""
+        """Resume the stopped rank: ``continue``, ``next``, ``stepIn`` or ``stepOut``."""
         thread, self.thread, self._frames, self.selected = self.thread, None, [], 0
         self.is_seen = True
         self.ask(command, threadId=thread)
@@ -168,7 +170,7 @@ class Session:
 
     @property
     def frame(self) -> Frame | None:
-        """The frame that commands look at; None if there is none."""
+        """The frame that commands use. None if there is none."""
         frames = self.frames
         return frames[self.selected] if self.selected < len(frames) else None
 
@@ -185,7 +187,7 @@ class Session:
         )
 
     def leave(self) -> None:
-        """End the session. The rank goes on."""
+        """End the session. The rank continues."""
         with contextlib.suppress(DoctorError):
             self.ask("disconnect", restart=False, terminateDebuggee=False)
         self.close()
@@ -254,7 +256,7 @@ class Session:
 class Sessions:
     """The ranks of a live run, and the debugger sessions to those that are attached.
 
-    With ``all_code``, a step goes into libraries, too.
+    With ``all_code``, steps also enter libraries.
     """
 
     def __init__(self, path: Path, *, all_code: bool = False) -> None:
@@ -304,18 +306,18 @@ class Sessions:
         return {rank: read_turns(states[rank].pid or 0) for rank in ranks if rank in states}
 
     def without_core(self, before: Mapping[int, dict[int, Turn]], seconds: float) -> float:
-        """Return how many of the last seconds a thread of these ranks waited for a core."""
+        """Return the time that a thread of these ranks recently waited for a core, in seconds."""
         states = self.run.debug_states
         after = {rank: read_turns(states[rank].pid or 0) for rank in before}
         lost = (most_lacked(before[rank], after[rank], seconds) for rank in before)
         return max(lost, default=0.0)
 
     def status(self, rank: int) -> Status | None:
-        """Return what a rank does."""
+        """Return a rank's status."""
         return next((each.status for each in self.run.last if each.rank == rank), None)
 
     def attach(self, ranks: Collection[int]) -> dict[int, str]:
-        """Attach to those of these ranks that are not attached. Returns why some cannot be."""
+        """Attach to the ranks that are not attached yet. Returns the reasons of failures."""
 
         def begin(rank: int) -> str:
             session = Session(rank, connect(self.run, rank), self.news)
@@ -336,12 +338,12 @@ class Sessions:
     def ask(
         self, ranks: Iterable[int], function: Callable[[Session], str | None]
     ) -> dict[int, str]:
-        """Call a function with the sessions of ranks, all at once. Returns its results."""
+        """Call a function with the sessions of ranks in parallel. Returns its results."""
         sessions = {rank: self.by_rank[rank] for rank in ranks if rank in self.by_rank}
         return for_each(sessions, lambda rank: function(sessions[rank]))
 
     def update_breakpoints(self, paths: Collection[str]) -> dict[int, str]:
-        """Send the breakpoints of files to all ranks. Returns where one is not hit, and why."""
+        """Send the breakpoints of files to all ranks. Returns where one cannot be hit, and why."""
 
         def send(session: Session) -> str:
             troubles = [
@@ -357,7 +359,7 @@ class Sessions:
         return {rank: text for rank, text in found.items() if text}
 
     def wait(self, seconds: float, until: Callable[[], bool] | None = None) -> None:
-        """Wait for a change, or until one makes a condition true, so many seconds at most."""
+        """Wait up to ``timeout`` seconds for a change, or for one that makes a condition true."""
         with self.news:
             if until is None:
                 self.news.wait(seconds)
@@ -365,13 +367,13 @@ class Sessions:
                 self.news.wait_for(until, seconds)
 
     def leave(self) -> None:
-        """End all sessions. The ranks go on."""
+        """End all sessions. The ranks continue."""
         self.ask(list(self.by_rank), lambda session: session.leave())
         self.by_rank.clear()
 
 
 def for_each(ranks: Iterable[int], function: Callable[[int], str | None]) -> dict[int, str]:
-    """Call a function for each rank, all at once. Returns the results, or the errors' texts."""
+    """Call a function for each rank in parallel. Returns the results, or texts of errors."""
     found: dict[int, str] = {}
 
     def call(rank: int) -> None:
@@ -406,7 +408,10 @@ def _why(stopped: dict[str, Any]) -> str:
 
 
 def _reason(text: str) -> str:
-    """Return why a request failed: of a traceback the last line, which names the exception."""
+    """Return why a request failed.
+
+    For a traceback this is its last line, which names the exception.
+    """
     if text.startswith(_NO_THREAD):
         return "in native code: values can be read once Python goes on"
     lines = [line for line in text.splitlines() if line.strip()]

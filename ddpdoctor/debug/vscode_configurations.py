@@ -30,7 +30,7 @@ _IDENTITY = {"localRoot": WORKSPACE_FOLDER, "remoteRoot": WORKSPACE_FOLDER}
 
 _LAUNCH_DEFAULTS = {"version": "0.2.0"}
 _NAME = re.compile(
-    # Call Stack shows the beginning of a name alone.
+    # Call Stack shows only the beginning of a name.
     r"rank \d+(?: on [\w.-]+)? \(ddpdoctor(?:, (?P<label>.*))?\)|"
     rf"{PREFIX}attach all ranks(?: \((?P<all>.*)\))?",
     re.DOTALL,
@@ -65,7 +65,7 @@ def update_launch(
     others: Collection[str] = (),
     mappings: Sequence[PathMapping] = (),
 ) -> bool:
-    """Make launch.json hold one attach configuration per point, and the one of all ranks.
+    """Write one attach configuration per point into launch.json, and the one of all ranks.
 
     Args:
         workspace: The folder that VS Code has open.
@@ -106,8 +106,8 @@ def with_run(
 ) -> str | None:
     """Return the text of launch.json for a run, with the arguments of :func:`update_launch`.
 
-    "run + attach" belongs to the user. If it is there it stays, and has the port of the run
-    without a label.
+    "run + attach" belongs to the user. If it exists it stays, and gets the port of the run without
+    a label.
 
     Raises:
         JsoncError: The text cannot be edited.
@@ -158,7 +158,7 @@ def _rewritten(
 
 
 def without_launch_entries(text: str | None) -> str | None:
-    """Return the text of launch.json without ddpdoctor's entries; None if it had no others.
+    """Return the text of launch.json without ddpdoctor's entries. None if it had no others.
 
     Raises:
         JsoncError: The text is damaged.
@@ -238,7 +238,7 @@ _MATCHER: Mapping[str, Any] = {
     "fileLocation": ["autoDetect", WORKSPACE_FOLDER],
     "pattern": {
         "regexp": r"^(.+?):(\d+):(\d+): (error|warning|info) ([A-Z]+\d+) (.*)$",
-        # Without a column VS Code underlines the line from its first character on.
+        # Without a column VS Code underlines the whole line.
         "file": 1,
         "line": 2,
         "severity": 4,
@@ -267,7 +267,7 @@ _REPORT_WORDS = (
     *("report", "latest", "--workspace", WORKSPACE_FOLDER),
     *("--output", "problems", "--wait", "10", "--exit-zero"),
 )
-"""VS Code removes a background task's problems when the task ends; those of this one stay.
+"""VS Code removes a background task's problems when the task ends. Those of this one stay.
 
 The ranks, and with them the debugger, end shortly before the run has reported all findings.
 """
@@ -331,7 +331,7 @@ def _merged_task(key: str, theirs: Any, ours: Any) -> Any:
 
 
 def without_tasks(text: str | None) -> str | None:
-    """Return the text of tasks.json without ddpdoctor's tasks; None if it had no others.
+    """Return the text of tasks.json without ddpdoctor's tasks. None if it had no others.
 
     Raises:
         JsoncError: The text is damaged.

@@ -1,7 +1,7 @@
-"""Edit files of ``.vscode``, which are JSON with comments, and keep what others wrote there.
+"""Edit files of ``.vscode``, which are JSON with comments, and keep everything others wrote.
 
 Comments (``//`` and ``/* */``) and trailing commas are part of the language, as in VS Code. A file
-of nothing but comments is a document without a root.
+with only comments is a document without a root.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INDENT = "    "  # One level of indentation in a file that has none yet
 
 BLANKS = " \t\r\n"
 _TOKEN = re.compile(
-    # A string ends with its line at the latest.
+    # A string ends at the end of its line at the latest.
     r'"[^"\\\r\n]*(?:\\.[^"\\\r\n]*)*"?|(?P<comment>//[^\r\n]*|/\*(?s:.*?)(?:\*/|\Z))'
     r'|[][{},:/]|[^][{},:/" \t\r\n]+'
 )
@@ -62,8 +62,8 @@ class Node:
     Attributes:
         start: Position of its first character.
         end: Position after its last character.
-        value: The decoded value. Of a repeated key the last one counts. Numbers are floats.
-        key: The key of a member; None for an element.
+        value: The decoded value. For a repeated key it is the last one. Numbers are floats.
+        key: The key of a member. None for an element.
         first: Position of the first character of a member's key, or of the element.
         comma: Position of the comma that follows, if there is one.
     """
@@ -270,7 +270,7 @@ def parse_jsonc(text: str) -> Document:
 
 
 def _with_integers(value: Any) -> Any:
-    """Return a decoded value with integers where a float stands for one, and finite numbers."""
+    """Return a decoded value with finite numbers, and integers in place of integral floats."""
     if isinstance(value, dict):
         return {key: _with_integers(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -345,7 +345,7 @@ class Section:
     merged: Callable[[str, Any, Any], object] = lambda _key, _theirs, ours: ours
 
     def with_users_changes(self, document: Document) -> Section:
-        """Return the section with what the user has written into the entries of the document."""
+        """Return the section with the user's changes to the entries of the document."""
         now = {
             item.value[self.naming]: item.value
             for array in self.arrays(document)
@@ -380,7 +380,7 @@ class Section:
         return any(self.ours(array, replaced=False) for array in self.arrays(document))
 
     def is_done(self, document: Document) -> bool:
-        """Return whether the entries are as wanted, in the list that VS Code reads."""
+        """Return whether the list that VS Code reads has the wanted entries."""
         now = [item for array in self.arrays(document) for item in self.ours(array)]
         if [item.value for item in now] != list(self.wanted):
             return False
@@ -448,7 +448,7 @@ def find(document: Document, key: str, naming: str, name: str) -> Node | None:
 
 
 def _list(document: Document, key: str) -> Node | None:
-    """Return the list that VS Code reads, which is the last one of this key."""
+    """Return the list that VS Code reads, which is the last one with this key."""
     root = document.root
     if root is None:
         return None
@@ -499,7 +499,7 @@ def _without_root(document: Document, defaults: Mapping[str, object]) -> str | N
 
 
 def _with_list(document: Document, key: str) -> str:
-    """Return the text with the list in its root: an empty one with our comment if it had none."""
+    """Return the text with the list in its root, if necessary an empty one with our comment."""
     root = document.root
     if root is None or _list(document, key) is not None:
         return document.text
@@ -536,14 +536,14 @@ LAUNCH = "launch.json"
 LOCK_SECONDS = 10.0  # How long to wait for another process that edits the same workspace
 
 Edit = Callable[["str | None"], "str | None"]
-"""From the text of a file to the new text; None stands for no file.
+"""From the text of a file to the new text. None means no file.
 
 Raises :class:`~ddpdoctor.debug.vscode_files.JsoncError` if the text cannot be edited.
 """
 
 
 def current_directory() -> Path:
-    """Return the working directory under the shell's name for it, links included.
+    """Return the working directory under the shell's name for it, including links.
 
     VS Code names files by the path that its folder was opened with, which may be a link.
     """
@@ -555,10 +555,10 @@ def current_directory() -> Path:
 
 
 def find_workspace(start: Path, chosen: str | None) -> Path:
-    """Return the folder that VS Code has open: the chosen one, or a guess.
+    """Return the folder that is open in VS Code: the chosen one, or a guess.
 
     The guess is the nearest of ``start`` and its parents with a ``.vscode`` or ``.git``, else
-    ``start``. The home directory does not count: its ``.vscode`` holds VS Code's extensions.
+    ``start``. The home directory is excluded: its ``.vscode`` holds VS Code's extensions.
 
     Raises:
         DoctorError: The chosen one is not a directory.
@@ -580,7 +580,7 @@ def find_workspace(start: Path, chosen: str | None) -> Path:
 
 
 def job_workspace(chosen: str | None) -> str | None:
-    """Return the workspace of a job that starts here; None if there is none."""
+    """Return the workspace of a job that starts here. None if there is none."""
     try:
         return str(find_workspace(current_directory(), chosen))
     except (OSError, DoctorError):
@@ -588,7 +588,7 @@ def job_workspace(chosen: str | None) -> str | None:
 
 
 def state_file(workspace: Path, suffix: str) -> Path:
-    """Return a file of ddpdoctor for a workspace, which is outside of it.
+    """Return a file of ddpdoctor for a workspace, outside of it.
 
     Raises:
         DoctorError: The base directory of runs belongs to another user.
@@ -628,7 +628,7 @@ def locked(workspace: Path) -> Iterator[None]:
 
 
 def edit(workspace: Path, edits: Mapping[str, Edit]) -> list[Path]:
-    """Change files in the workspace's ``.vscode``, all or none of them.
+    """Change files in the workspace's ``.vscode``, either all or none of them.
 
     Nothing is written until all edits are known to work. Unchanged files are not written.
 
@@ -702,7 +702,7 @@ class _File:
                 mode = self.target.stat().st_mode
             except FileNotFoundError:
                 return
-            # Root could write to it all the same, but the owner wanted it to stay.
+            # Root could write to it nevertheless, but the owner protected it.
             if not mode & 0o222 or not os.access(self.target, os.W_OK):
                 raise PermissionError(errno.EACCES, "it is read-only")
 
@@ -716,7 +716,8 @@ class _File:
                 with open(os.open(temporary, flags, 0o666), "wb") as file:
                     with contextlib.suppress(FileNotFoundError):
                         facts = self.target.stat()
-                        # Root in a container edits files of the user outside, who keeps them.
+                        # Root in a container edits files of a user outside, who remains their
+                        # owner.
                         with contextlib.suppress(PermissionError):
                             os.fchown(file.fileno(), facts.st_uid, facts.st_gid)
                         os.fchmod(file.fileno(), stat.S_IMODE(facts.st_mode))

@@ -1,4 +1,4 @@
-"""What ``ddpdoctor check`` prints for a person: the verdict, each cause, and what passed."""
+"""The output of ``ddpdoctor check`` for people: the verdict, each cause, and passed checks."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _STYLES = {
 """Also the order in which the worst is chosen."""
 
 _NAME, _STATUS, _MIN_DETAIL = 18, 7, 24
-"""Columns of a check's name, of its status, and of its details at least."""
+"""Columns of a check's name and status, and minimum columns of its details."""
 
 _GROUP = 9  # Columns of a group's name
 
-REDUCTIONS = ("collectives", "gloo-nodes")  # Only what reduced is known to start a job
+REDUCTIONS = ("collectives", "gloo-nodes")  # Checks that prove that a job can start
 
 
 @dataclass(frozen=True)
 class View:
-    """From where the checks are seen, and how they are printed.
+    """The viewpoint of the output, and how it is printed.
 
     Attributes:
         host: This machine.
         nproc: Its ranks.
         nnodes: The nodes of the job.
-        rank: Its node rank; None if it is not known.
+        rank: Its node rank. None if not known.
         met: Whether it met other nodes.
-        first: The host name of the node that shows all nodes; empty if this one does.
+        first: The host name of the node that shows all nodes. Empty if this one does.
         nodes: What the own checks of all nodes found, as in the JSON.
         seconds: How long the checks took.
         running: How many checks were interrupted.
@@ -62,7 +62,7 @@ class View:
     width: int | None = None
 
     def concerns(self, outcome: Outcome, finding: Finding) -> bool:
-        """Return whether a finding is shown here: all on the first node, else those to fix."""
+        """Return whether a finding is shown here. The first node shows all, others those to fix."""
         own = _of_machine(outcome) or not self.met
         return not self.first or own or self.host in finding.nodes
 
@@ -98,7 +98,7 @@ def _of_machine(outcome: Outcome) -> bool:
 
 
 def _verdict(outcomes: Sequence[Outcome], here: Sequence[Finding], view: View) -> str:
-    """Return the first line: whether a job can start, where, what is wrong, how long it took."""
+    """Return the first line: whether a job can start, where, the problems, and the duration."""
     word, style = _word(outcomes, view)
     rank = "" if view.rank is None else f" {view.rank}"
     if view.nnodes == 1:
@@ -137,7 +137,7 @@ def _counts(outcomes: Sequence[Outcome], here: Sequence[Finding], view: View) ->
     found = [finding for outcome in outcomes for finding in outcome.findings]
     total = 0
     for severity in (Severity.ERROR, Severity.WARNING):
-        # What only another machine's own checks found is information here.
+        # A finding of another machine's own checks is information here.
         alike = [each for each in found if severity in (each.severity, _there(each))]
         total += len(alike)
         if alike:
@@ -149,14 +149,14 @@ def _counts(outcomes: Sequence[Outcome], here: Sequence[Finding], view: View) ->
 
 
 def _there(finding: Finding) -> Severity | None:
-    """Return how grave a finding is on the machine whose own checks found it, for information."""
+    """Return the severity of a finding on the machine that found it, as information."""
     return next((each for each in Severity if each.label in finding.subjects), None)
 
 
 # -- the nodes, and what is wrong with them
 
 
-TABLE_FROM = 3  # Nodes with problems. Fewer are seen at a glance in the blocks.
+TABLE_FROM = 3  # Minimum nodes with problems. Fewer are easy to see in the blocks.
 MAX_PROBLEMS = 6  # Columns that fit into 80
 
 
@@ -214,7 +214,7 @@ def finding_blocks(found: Iterable[Finding], *, colour: bool, width: int | None)
 
 
 def result_table(outcomes: Sequence[Outcome], *, colour: bool, width: int | None) -> str:
-    """Return a line for each check: its name, how it ended, and what was really tested."""
+    """Return a line for each check: its name, its result, and what was really tested."""
     lines = []
     room = max(_MIN_DETAIL, (width or UNWRAPPED) - _NAME - _STATUS - 2)
     for outcome in outcomes:
@@ -232,7 +232,7 @@ def _painted(status: Status, *, colour: bool) -> str:
 
 
 def group_lines(outcomes: Sequence[Outcome], view: View) -> str:
-    """Return a line for each group of checks: how the worst ended, or what the first one tested."""
+    """Return a line for each group of checks: the worst result, or what the first one tested."""
     room = max(_MIN_DETAIL, (view.width or UNWRAPPED) - _GROUP - _STATUS - 2)
     lines = []
     for group, each in groupby(outcomes, lambda outcome: _group(outcome.check)):

@@ -54,7 +54,7 @@ class Profile:
     """The profiler trace of one rank."""
 
     rank: int
-    base: int  # Unix nanoseconds from which its times count
+    base: int  # Origin of its times, in Unix nanoseconds
     events: Sequence[JsonObject]
 
 
@@ -62,7 +62,7 @@ def read_profiles(directory: str, run: Run) -> list[Profile]:
     """Read the profiler traces in a directory and below.
 
     Raises:
-        DoctorError: There is none, or one cannot be read or belongs to no rank of the run.
+        DoctorError: There is none, or one cannot be read or does not belong to a rank of the run.
     """
     paths = sorted(
         each for each in Path(directory).rglob("*") if each.name.endswith(_PROFILE_SUFFIXES)
@@ -77,7 +77,7 @@ def read_profiles(directory: str, run: Run) -> list[Profile]:
 
 
 def _read_profile(path: Path, run: Run) -> Profile | None:
-    """Read a profiler trace; None if the file is another JSON."""
+    """Read a profiler trace. None if the file is other JSON."""
     try:
         data = opening.contents(path, MAX_PROFILE_BYTES, links=True)
         if path.name.endswith(".gz"):
@@ -114,7 +114,7 @@ def profile_events(
 ) -> Iterator[JsonObject]:
     """Yield the events of profiler traces, on the clock of the run's trace.
 
-    That begins at ``zero``, in Unix nanoseconds. ``lead`` returns by how many nanoseconds a rank's
+    That begins at ``zero``, in Unix nanoseconds. ``lead`` returns the nanoseconds by which a rank's
     clock is ahead.
     """
     every = {profile.rank: _ProfileNumbers(profile.rank) for profile in profiles}
@@ -148,7 +148,7 @@ class _ProfileNumbers:
             first = (self._rank + 1) * _NUMBERS_PER_RANK
             self._processes[str(pid)] = first + len(self._processes)
             if not isinstance(pid, int):
-                # A GPU, or another word in place of a number.
+                # A GPU, or another word instead of a number.
                 name = self._name(str(pid or ""))
                 yield _name("process_name", self._processes[str(pid)], 0, name)
         process = self._processes[str(pid)]
@@ -177,7 +177,9 @@ class _ProfileNumbers:
 # -- the trace of a run
 
 MAX_STEPS = 60_000
-"""Steps of all ranks, the newest of each. They make some 60 MB, which Perfetto opens at once."""
+"""Maximum steps of all ranks, the newest of each. They take some 60 MB, which Perfetto opens at
+once.
+"""
 
 JOB, FIRST = 1, 10  # The process of the job as a whole, and of rank 0
 
@@ -229,9 +231,9 @@ def clock_offsets(
 ) -> dict[str, int]:
     """Return how far each node's clock is ahead of the first rank's, in nanoseconds.
 
-    An all-reduce ends on all ranks at nearly the same time, so their clocks differ by what they say
-    of that time. Ranks of one node have one clock. The offset of a node that shares too few steps
-    is 0.
+    An all-reduce ends on all ranks at nearly the same time, so the difference of the recorded ends
+    is that of the clocks. Ranks of one node share a clock. The offset of a node that shares too few
+    steps is 0.
     """
     ends: dict[str, dict[int, list[int]]] = {}
     for rank in ranks:
@@ -329,7 +331,7 @@ def _collective_slices(ranks: Iterable[Rank], clock: _Clock) -> Iterator[Event]:
         process = FIRST + rank.rank
         for call in rank.ring.collectives if rank.ring is not None else ():
             begin = clock.at(call.began, rank.rank)
-            # A call that never ended is drawn up to the last sign of life of its rank.
+            # A call that never ended is drawn until the last sign of life of its rank.
             ended = call.ended or max(call.began, rank.status.since if rank.status else 0)
             length = max(clock.at(ended, rank.rank) - begin, 1.0)
             name = shown(f"{call.name} #{call.sequence}" if call.sequence else call.name)
@@ -360,7 +362,7 @@ def _instants(run: Run, found: Sequence[Finding], clock: _Clock) -> Iterator[Eve
     records = run.supervisor.of(FindingRecord)
     reported = {(each.code, each.ranks): each.time for each in records}
     for finding in found:
-        # A finding that no live run reported is shown at the end.
+        # A finding that was not reported during the run is shown at the end.
         stamp = finding.moment or reported.get((finding.code, finding.ranks), run.taken)
         text = f"{finding.severity.label} {finding.code}: {finding.message}"
         facts = {"evidence": "; ".join(finding.evidence), "fix": finding.fix}

@@ -21,7 +21,7 @@ from ddpdoctor.run.snapshot import Run
 
 # -- the lines of code around a finding
 
-CONTEXT = 2  # Lines of code above and below the guilty one
+CONTEXT = 2  # Lines of code above and below the blamed one
 
 
 class CodeRow(NamedTuple):
@@ -33,10 +33,10 @@ class CodeRow(NamedTuple):
 
 
 def code_frame(finding: Finding, written: float | None) -> list[CodeRow]:
-    """Return the lines around a finding; none if the source cannot be read, or has changed.
+    """Return the lines around a finding. Empty if the source cannot be read, or has changed.
 
     A file written after ``written`` (Unix seconds) is not shown, unless the traceback has the same
-    line. None: files are as the job read them.
+    line. With None, files are as the job read them.
     """
     location = finding.location
     if location is None:
@@ -91,8 +91,8 @@ def render(
 ) -> str:
     """Return a finding as text: headline, code frame, evidence, fix, a line to paste.
 
-    Wrap at ``width`` columns; nothing is wrapped with None, as in a pipe. ``written`` is that of
-    :func:`code_frame`, ``kept`` the file that has the whole traceback, if one has.
+    Wrap at ``width`` columns. None wraps nothing, as for a pipe. ``written`` is that of
+    :func:`code_frame`, ``kept`` the file with the whole traceback, if any.
     """
     room, label = width or UNWRAPPED, finding.severity.label
     rows = folded(f"{label} {shown(finding.code)}: {shown(finding.message)}", room)
@@ -109,15 +109,15 @@ def render(
             head = " " * 12 if number else f"  {name:<10}"
             lines.append(((head, style), (row, "")) if row else ((head.rstrip(), style),))
     if finding.paste:
-        # In one piece, however long, to be copied.
+        # Never wrapped, so that it can be copied.
         lines.append(((f"  {'paste:':<10}{shown(finding.paste)}", ""),))
     return "".join(f"{rendered(line, colour)}\n" for line in lines)
 
 
 def written_before(run: Run) -> float:
-    """Return the Unix seconds before which a source file was written that the run has read.
+    """Return the time before which files that the run has read were written (Unix seconds).
 
-    On another machine than the run's no file is known to be the same.
+    On a machine other than the run's, no file is known to be the same.
     """
     here = run.manifest.get("host") == socket.gethostname()
     started = run.manifest.get("started")
@@ -242,7 +242,7 @@ def _escaped_for_github(text: str) -> str:
 
 
 class LineFormat(NamedTuple):
-    """How a finding, and its withdrawal, become one line for another program."""
+    """How findings and withdrawals become lines for another program."""
 
     line: Callable[[Finding, str], str]
     retraction: Callable[[Withdrawn, str], str]

@@ -51,7 +51,7 @@ def end(status: int, current: Iterable[Finding], head: dict[str, Any]) -> str:
     """Write the last line of ``run --json``: ``event, exit_status, findings``.
 
     ``status`` is that of ``ddpdoctor run``, negative for the signal that ends it. ``current`` are
-    the findings that were reported and not withdrawn.
+    the findings reported and not withdrawn.
     """
     counts = Counter(finding.severity for finding in current)
     findings = {each.label: counts[each] for each in reversed(Severity)}
@@ -61,8 +61,8 @@ def end(status: int, current: Iterable[Finding], head: dict[str, Any]) -> str:
 def head(run: Run | None = None, restart: int | None = None) -> dict[str, Any]:
     """Return the first keys of each line: ``format, time, run, step``.
 
-    ``time`` is Unix seconds, ``run`` the run's id, ``step`` how far the ranks of attempt
-    ``restart`` were, or of the last one. What is unknown is null, as in a log.
+    ``time`` is Unix seconds, ``run`` the run's id, ``step`` the step that the ranks of attempt
+    ``restart``, or of the last one, had reached. Unknown values are null, as in a log.
     """
     if run is None:
         return {"format": FORMAT, "time": None, "run": None, "step": None}
@@ -75,7 +75,7 @@ def head(run: Run | None = None, restart: int | None = None) -> dict[str, Any]:
 
 
 def head_of(finding: Finding, run: Run) -> dict[str, Any]:
-    """Return the first keys as a finding was reported with while the run lived."""
+    """Return the first keys with which a finding was reported during the run."""
     time = step = None
     same = finding.code, finding.ranks, finding.location
     for record in run.supervisor.of(FindingRecord):

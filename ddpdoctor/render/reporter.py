@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def _name(run: Run) -> str:
-    """Return how commands find a run."""
+    """Return the name by which commands find a run."""
     own = run.path.parent == rundir.base_directory()
     return run.path.name if own else relative_path(str(run.path))
 
@@ -50,7 +50,7 @@ def _kept_lines(run: Run) -> Iterator[str]:
 
 
 def summary_lines(run: Run) -> Iterator[str]:
-    """Yield what ran, how it ended, how fast it was, and what could not be read."""
+    """Yield the command, its end, its speed, and unreadable parts."""
     for restart in run.restarts[:-1]:
         from ddpdoctor.diagnose.crashes.rank_endings import endings
 
@@ -92,14 +92,14 @@ def summary_lines(run: Run) -> Iterator[str]:
 
 
 def _judge_line(run: Run) -> Iterator[str]:
-    """Say where the ranks of all nodes were judged, if not here."""
+    """Name the host that judged the ranks of all nodes, if it is another one."""
     for head in run.supervisor.of(HeadRecord)[-1:]:
         if head.state == "linked":
             yield f"{head.host} judged the ranks of all nodes; its records are in {head.directory}"
 
 
 def findings_count(current: Sequence[Finding], ignored: int = 0) -> str:
-    """Count findings: ``findings: 1 error, 2 warnings``, and how many are ignored."""
+    """Count findings: ``findings: 1 error, 2 warnings``, and those ignored."""
     counts = Counter(finding.severity.label for finding in current)
     texts = ", ".join(
         f"{counts[label]} info" if label == "info" else formatting.count(counts[label], label)
@@ -127,7 +127,7 @@ def _steps_text(ranks: Sequence[Rank]) -> str:
 
 
 def _pace_text(run: Run) -> str:
-    """Return the median step, and the share of each phase in all steps; empty without steps."""
+    """Return the median step, and the share of each phase in all steps. Empty without steps."""
     from statistics import median
 
     from ddpdoctor.diagnose.speed.pace import WARM_UP
@@ -171,7 +171,7 @@ PREFIX = "ddpdoctor: "
 
 
 class Reporter:
-    """Prints findings and notes on stderr, and writes findings to the JSON file if there is one.
+    """Prints findings and notes on stderr, and writes findings to the JSON file, if any.
 
     Args:
         say: Writes text between the job's lines.
@@ -198,10 +198,10 @@ class Reporter:
         self._selection = options.selection
         self._ignored = 0
         self._log = FindingLog()
-        self.found: list[Finding] = []  # What the last examination found, selected or not
-        self.news: list[Event] = []  # What was reported and withdrawn after the last examination
+        self.found: list[Finding] = []  # Findings of the last examination, selected or not
+        self.news: list[Event] = []  # Findings reported and withdrawn after the last examination
         self._warned = False
-        self.faults = Faults(self.say)  # What failed in ddpdoctor itself
+        self.faults = Faults(self.say)  # Failures of ddpdoctor itself
         self._json_name = options.json
         self._json: int | None = None
         if options.json is not None:
@@ -217,7 +217,7 @@ class Reporter:
 
     @property
     def current(self) -> list[Finding]:
-        """What was reported and not withdrawn."""
+        """The findings reported and not withdrawn."""
         return self._log.current
 
     def note(self, text: str) -> None:
@@ -226,11 +226,11 @@ class Reporter:
             self._say(_prefixed(text))
 
     def say(self, text: str) -> None:
-        """Print a line that a person has to act on, even with ``--quiet``."""
+        """Print a line that requires action, even with ``--quiet``."""
         self._say(_prefixed(text))
 
     def warn(self, text: str) -> None:
-        """Print a warning, the first one only."""
+        """Print a warning, but only the first one."""
         if not self._warned:
             self._warned = True
             self._say(_prefixed(f"warning: {text}"))
@@ -241,7 +241,7 @@ class Reporter:
             self.note("watch it: `ddpdoctor top` in another terminal")
 
     def tell_source(self) -> None:
-        """Print the errors in the job's code, each in a line, once they are known."""
+        """Print the errors in the job's code, one per line, once they are known."""
         if self._source is None:
             return
         while self._source.remarks:
@@ -255,10 +255,9 @@ class Reporter:
                     self.say(f"{place_of(each)}: {each.severity.label} {each.code}: {each.message}")
 
     def examine(self, run: Run, *, left: bool = False) -> None:
-        """Run the rules, and report what is new and what is withdrawn.
+        """Run the rules, and report new and withdrawn findings.
 
-        With ``left``, new findings are left to another node. What was reported here may be
-        withdrawn.
+        With ``left``, new findings are left to another node, but earlier ones may be withdrawn.
         """
         import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules; not before they are needed)
 
@@ -272,7 +271,7 @@ class Reporter:
         self.faults.failed(failed)
         if self._source is not None:
             self.found = self._source.placed(self.found)
-        # What a rule found before it failed still stands.
+        # Earlier findings of a rule that failed still stand.
         unread = [code for code in RULES if code in self.faults]
         if left:
             known = {each.code for each in self.current}
@@ -295,7 +294,7 @@ class Reporter:
             part = f"the text of {finding.code}"
             self.faults.guarded(part, self._report, run, finding)
             if part in self.faults:
-                # Its message alone, since what is around it cannot be rendered.
+                # Only its message, since the rest cannot be rendered.
                 self._say(_prefixed(f"{finding.severity.label} {finding.code}: {finding.message}"))
 
     def _report(self, run: Run, finding: Finding) -> None:
@@ -330,14 +329,14 @@ class Reporter:
         self._write_json(json_lines.end(status, self.current, json_lines.head(run)))
 
     def summary(self, run: Run, judge: str = "") -> None:
-        """Print the last lines: what ran, how fast, what was found, where the records are.
+        """Print the last lines: the command, its speed, the findings, and where the records are.
 
         ``judge`` is the host that reports the findings of all nodes, empty if that is this one.
         """
         if self._quiet:
             return
         if judge and not self.current:
-            # Under Slurm all nodes write into one log. Keep the part of this one short.
+            # Under Slurm all nodes write into one log. Keep this one's part short.
             self.note(f"findings: see {judge}, which judged all ranks; records in {run.path}")
             return
         for line in self.faults.guarded("the summary", lambda: list(summary_lines(run))) or ():
@@ -348,7 +347,7 @@ class Reporter:
 
 
 def line_format(output: str) -> LineFormat | None:
-    """Return how ``--output`` writes a finding as one line; None for text."""
+    """Return the format of ``--output`` for one-line findings. None for text."""
     if output == "text":
         return None
     from ddpdoctor.render import console
@@ -364,7 +363,7 @@ def job_script(run: Run) -> str:
 
 
 def _prefixed(text: str) -> str:
-    """Prefix a sentence of ours, and wrap it for a terminal."""
+    """Prefix one of our sentences, and wrap it for a terminal."""
     width = terminal.width(2)
     text = shown(text)
     rows = terminal.folded(text, width - len(PREFIX)) if width else [text]

@@ -1,6 +1,6 @@
 """Draw merged stacks as lines of text for a terminal of any width.
 
-A place is written as a person would type it, relative to the working directory.
+Places are written as a person would type them, relative to the working directory.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ddpdoctor.stacks.frames import CUT, FOLDED, Code, Merged, Node, fold, libra
 _INDENT = "  "
 _MAX_PLACE, _MAX_FUNCTION = 34, 24
 """Columns of a place and of a function's name. Longer ones push the rest to the right."""
-_MIN_CODE = 12  # Columns that a line of code needs to be worth showing
+_MIN_CODE = 12  # Minimum columns for showing a line of code
 _MAX_NATIVE = 8
-_ODD = "!"  # Before ranks that are elsewhere than most
+_ODD = "!"  # The sign before ranks that are elsewhere than most
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,11 @@ class StackStyle:
 
     width: int = 80
     ascii_only: bool = False
-    all_frames: bool = False  # Show the frames of libraries, and of what started the script, too
+    all_frames: bool = False  # Also show frames of libraries and of the script's start
 
     @property
     def ellipsis(self) -> str:
-        """Before what is folded."""
+        """The sign before folded frames."""
         return "..." if self.ascii_only else "…"
 
 
@@ -120,7 +120,7 @@ class _Tree:
         for frame in frames:
             place = frame_place(frame)
             if not style.all_frames and len(place) > longest:
-                # The end of a path says more than its beginning.
+                # The end of a path is more informative than its beginning.
                 place = style.ellipsis + place[len(place) - longest + len(style.ellipsis) :]
             places[frame] = place
         own = [frame for frame in frames if frame.function != FOLDED and frame != CUT]
@@ -143,7 +143,7 @@ class _Tree:
                 yield tuple(line)
 
     def _end(self, ranks: Sequence[int], has_children: bool, indent: str) -> Iterator[Line]:
-        """Draw what ranks do below the innermost frame shown: library code, native code."""
+        """Draw the activity below the innermost frame shown: library code, native code."""
         style = self.style
         ends: dict[str, list[int]] = defaultdict(list)
         natives: dict[tuple[str, ...], list[int]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""Style, fit and wrap lines for a terminal, find out what it can show, and keep a status line."""
+"""Style, fit and wrap lines for a terminal, detect its abilities, and keep a status line."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddpdoctor.core.formatting import shown
 if TYPE_CHECKING:
     from rich.style import Style
 
-# rich is imported where it is used: the supervisor and `--help` do without it.
+# rich is imported where it is used: the supervisor and `--help` do not need it.
 
 
 class Colour(NamedTuple):
@@ -36,7 +36,7 @@ PHASE_COLOURS = {
     "other": Colour("#a8745a", "#d0a183", "magenta"),
     "wait": Colour("#cbd5e1", "#475569", "bright_black"),
 }
-"""In the order in which a step's bar stacks them. Waiting is grey: it is no fault of the rank."""
+"""In the order of a step's bar. Waiting is grey: it is not the rank's fault."""
 
 SEVERITY_COLOURS = {
     "error": Colour("#dc2626", "#f87171", "red"),
@@ -48,7 +48,7 @@ SEVERITY_COLOURS = {
 
 # -- styled lines of text for a terminal of any width
 
-Span = tuple[str, str]  # A text, and the name of its style; empty: plain
+Span = tuple[str, str]  # A text, and the name of its style. Empty means plain
 
 Line = tuple[Span, ...]
 
@@ -81,7 +81,7 @@ def style_of(name: str) -> Style:
 
 
 def text_width(text: str) -> int:
-    """Return the columns that a text takes on a terminal."""
+    """Return the width of a text on a terminal in columns."""
     if text.isascii():
         return len(text)
     from rich.cells import cell_len
@@ -141,7 +141,7 @@ def clean(text: str, ascii_only: bool) -> str:
 
 
 def cleaned(line: Line, ascii_only: bool) -> Line:
-    """Return a line of which all texts are `clean`."""
+    """Return a line after applying `clean` to its texts."""
     return tuple((clean(text, ascii_only), style) for text, style in line)
 
 
@@ -203,9 +203,9 @@ _UNICODE = ("utf8", "utf16", "utf32", "gb18030")
 
 
 def only_ascii(out: TextIO | None, environment: Mapping[str, str]) -> bool:
-    """Return whether to draw in ASCII: the locale is C, or the output can hold nothing else.
+    """Return whether to draw in ASCII, because the locale is C or the output allows nothing else.
 
-    The environment is the one that the process was started with, see `given_environment`.
+    The locale is that of the environment at the start, see `given_environment`.
     """
     encoding = (getattr(out, "encoding", None) or "ascii").lower().replace("-", "")
     if encoding not in _UNICODE:
@@ -213,14 +213,14 @@ def only_ascii(out: TextIO | None, environment: Mapping[str, str]) -> bool:
     names = ("LC_ALL", "LC_CTYPE", "LANG")
     locale = next((environment[name] for name in names if environment.get(name)), "C")
     charset = locale.partition("@")[0].partition(".")[2].lower().replace("-", "")
-    # Without the locale installed Python takes UTF-8. The terminal keeps what was named.
+    # Without the locale installed Python takes UTF-8. The terminal keeps the named one.
     return locale in ("C", "POSIX") or charset not in ("", *_UNICODE)
 
 
 def given_environment() -> Mapping[str, str]:
     """Return the environment as it was at the start.
 
-    In the C locale Python sets ``LC_CTYPE`` itself (PEP 538), so `os.environ` does not tell.
+    In the C locale Python sets ``LC_CTYPE`` itself (PEP 538), so `os.environ` does not show it.
     """
     try:
         with open("/proc/self/environ", "rb") as file:
@@ -236,14 +236,14 @@ def wants_colour(descriptor: int = 2) -> bool:
 
 
 def width(descriptor: int) -> int | None:
-    """Return the columns to write for, from 40 to 100; None if it is no terminal."""
+    """Return the columns to write for, from 40 to 100. None if it is not a terminal."""
     try:
         return max(40, min(os.get_terminal_size(descriptor).columns, 100))
     except OSError:
         return None
 
 
-UNWRAPPED = 1 << 20  # Columns of a pipe: nothing is wrapped or cut
+UNWRAPPED = 1 << 20  # Columns of a pipe, for which nothing is wrapped or cut
 
 
 def columns(most: int) -> int:
@@ -253,7 +253,7 @@ def columns(most: int) -> int:
 
 
 def is_interactive() -> bool:
-    """Return whether there is a terminal to draw on and to read keys from."""
+    """Return whether there is a terminal for drawing and for keys."""
     return os.isatty(0) and os.isatty(1) and not is_dumb()
 
 
@@ -305,7 +305,7 @@ class StatusLine:
         self._write(f"\r\x1b[K{text}")
 
     def _write(self, text: str) -> None:
-        # The work goes on without a reader.
+        # The work continues without a reader.
         with contextlib.suppress(OSError):
             self._stream.write(text)
             self._stream.flush()

@@ -1,7 +1,7 @@
-"""The file with one step of a rank: what is needed to compute its forward and backward again.
+"""The file with one step of a rank: everything needed to repeat its forward and backward.
 
-A pickle in which each tensor is stored as bytes, so that a reader decides how to make tensors of
-them. Unpickling runs code, so only files of the reader's account are read.
+A pickle in which each tensor is stored as bytes, so that the reader decides how to create the
+tensors. Unpickling runs code, so only files of the reader's account are read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ddpdoctor.core import opening
 
-MAX_BYTES = 4 << 30  # Tensors of a step that are kept. A larger one is refused.
+MAX_BYTES = 4 << 30  # Maximum bytes of the tensors of a kept step
 
 
 class StoredTensor(NamedTuple):
@@ -53,7 +53,7 @@ class Capsule:
     forwards: list[Forward]
     reduced: dict[str, Any] = field(default_factory=dict)
     """Gradients of the parameters after the last backward of the step."""
-    used: dict[str, Any] = field(default_factory=dict)  # The same as the optimizer got them
+    used: dict[str, Any] = field(default_factory=dict)  # The same, as passed to the optimizer
     carried: bool = False  # Parameters had gradients before the first backward
     error: str = ""  # The exception that ended the rank in this step
 

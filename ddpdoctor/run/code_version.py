@@ -31,7 +31,7 @@ _SKIPPED = ("node_modules", "site-packages", "__pycache__", "venv", "env", "buil
 class Code(Part):
     """A script and the files beside it."""
 
-    script: str  # Its absolute path. Empty if the job is no script.
+    script: str  # Its absolute path. Empty if the job is not a script.
     text: str = ""  # Its source. Empty if it is too long.
     commit: str = ""  # The checked-out commit. Empty without a repository.
     files: dict[str, str] = field(default_factory=dict)

@@ -44,7 +44,7 @@ def segment_line(number: int) -> bytes:
 
 
 def segment_number(head: bytes) -> int | None:
-    """Parse the first `SEGMENT_SIZE` bytes of a segment. None if it does not begin so."""
+    """Parse the first `SEGMENT_SIZE` bytes of a segment. None if they are not its head."""
     digits = head[-15:-3]
     return int(digits) if digits.isdigit() and head == _SEGMENT % int(digits) else None
 
@@ -116,7 +116,7 @@ class Journal:
             return
         if first < EVERY:
             if self._frequent_size + size > room // 2:
-                # A shorter, later line must not take its place, because the first ones count.
+                # A shorter, later line must not replace it, because the first ones matter.
                 self._kept[kind] = first
                 return
             self._frequent_size += size
@@ -138,7 +138,7 @@ class Journal:
     def write_now(self, line: bytes) -> None:
         """Append a line without waiting for another thread that may be in `write`.
 
-        It ends no segment, and later segments do not repeat it.
+        It never ends a segment, and later segments do not repeat it.
         """
         self._written += len(line)
         self._check(self._file.write(line), len(line))

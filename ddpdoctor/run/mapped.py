@@ -100,7 +100,7 @@ class Asking:
         self._memory = create(os.path.join(directory, name), _NUMBER.size)
 
     def ask(self, number: int) -> None:
-        """Send a request. Responses state its number, which must grow."""
+        """Send a request. Responses include its number, which must increase."""
         _NUMBER.pack_into(self._memory, 0, number)
 
     def close(self) -> None:

@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 SEGMENTS = 6  # Segments of a span
-EARLY_SEGMENTS = 4  # The same if a rank grows too fast to wait for more steps
+EARLY_SEGMENTS = 4  # The same for a rank that grows too fast to wait for more steps
 MIN_POINTS = 2  # Minimum number of readings in a segment
-MIN_RISE, MAX_RISE = 0.5, 1.8  # Rise from one segment to the next, as a ratio to the mean rise
+MIN_RISE, MAX_RISE = 0.5, 1.8  # Minimum rise between segments, as a ratio to the mean rise
 MIN_LATE_RISE = 0.88  # Mean rise in the later half of the segments, as the same ratio
 WARM_UP_STEPS = 4  # Warm-up steps, which do not count
 
@@ -37,7 +37,7 @@ class Growth(NamedTuple):
 def steady_growth(
     points: Sequence[tuple[int, int]], least: int, segments: int = SEGMENTS, warm_up: float = 0.25
 ) -> Growth | None:
-    """Return the growth over the longest span of steps with steady growth. None without one.
+    """Return the growth over the longest span of steps with steady growth, or None.
 
     The candidates are all steps after the warm-up, the last half, and the last quarter.
 

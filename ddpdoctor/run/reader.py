@@ -45,7 +45,7 @@ MAX_PARSED = 1 << 30
 """Bytes of memory for all records that are parsed in one poll, which limits its time."""
 
 MAX_NEW = 256 << 20
-"""Bytes of a journal's segment that are read in one poll. If there are more, the last ones."""
+"""Bytes of a journal's segment that are read in one poll. If there are more, only the last ones."""
 
 MAX_NEW_OF_ALL = 2 << 30  # The same for all journals together. Each has its share.
 MAX_LINE = 2 << 20  # Bytes of a record. A longer one is left out.
@@ -86,7 +86,7 @@ class Room:
         self._size += size
         if self._size <= self.most:
             return
-        # Down to half, so that not every record causes it again.
+        # Down to half, so that the next record does not trigger it again.
         while self._size > self.most // 2:
             largest = max(journal.size for journal in self._journals)
             for journal in self._journals:
@@ -111,7 +111,7 @@ class JournalReader:
         room: Room | None = None,
         kinds: Mapping[str, type[Record]] = RANK_RECORDS,
     ) -> None:
-        self.left_out = ""  # What was left out because there is too much, in words
+        self.left_out = ""  # A description of what was left out because there is too much
         self.thinned = 0  # Number of times that records were dropped
         self.size = 0  # Estimated bytes of memory of the records
         self._kinds = kinds
@@ -132,7 +132,7 @@ class JournalReader:
 
     @property
     def records(self) -> Records:
-        """All records but steps."""
+        """All records except steps."""
         if self._records is None:
             self._records = Records(record for record, _ in self._kept.values())
         return self._records
@@ -148,7 +148,7 @@ class JournalReader:
         return tuple(self._split_lines)
 
     def poll(self) -> bool:
-        """Read what was written since the last call. Return whether there was anything."""
+        """Read what was written since the last call. Return whether anything was read."""
         self._parses = self._room.parsed
         with contextlib.ExitStack() as stack:
             fresh = False
@@ -230,7 +230,7 @@ class JournalReader:
             return
         size = opening.expanded(line) + _ENTRY
         self._parses -= size
-        # A record of a quarter of the whole room would leave none for others.
+        # A record as large as a quarter of the room would leave too little for others.
         if 4 * size > self._room.most or self._parses < 0:
             self.left_out = f"{self._path.name}: records of more than their share"
             return
@@ -327,7 +327,7 @@ class RunReader:
         return reader
 
     def _stderr(self, names: Collection[str]) -> tuple[str, str]:
-        """Return the end of stderr, and those of other nodes. Read again what has changed."""
+        """Return the end of stderr, and those of other nodes. Read changed files again."""
         found = []
         own = STDERR if STDERR in names else STDERR_SO_FAR
         for each in ([own], [name for name in names if _STDERR_OF_NODE.match(name)]):
@@ -464,7 +464,7 @@ def _crowd(names: Sequence[str], ranks: int, strays: Sequence[str]) -> Iterator[
 
 
 def _of_node(record: Record) -> Record:
-    """Return the record of another supervisor without a port, which is one of its node."""
+    """Return the record of another supervisor without the port, which belongs to its node."""
     return replace(record, port=None) if isinstance(record, DebugRecord) else record
 
 

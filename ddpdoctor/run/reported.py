@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
 
 
-MAX_MISSING = 3  # Examinations in a row without a finding before it is withdrawn while the job runs
-MAX_WITHDRAWALS = (
-    1  # Times that a finding is withdrawn and reported again before it waits for the job's end
-)
+MAX_MISSING = 3  # Examinations in a row without a finding before it is withdrawn
+MAX_WITHDRAWALS = 1  # Withdrawals of a finding before a new one waits for the job's end
 
 Why = Literal["explained", "restated", "untrue", "over"]
 
@@ -53,7 +51,7 @@ class Withdrawn:
         number: Its number among all reports and withdrawals, from 1.
         reported: The report.
         why: ``explained`` by another finding, ``restated`` with another severity or other ranks,
-            ``untrue`` after all, or true then and ``over``.
+            ``untrue``, or true at the time but ``over``.
         reason: The same in words.
         by: The code of the finding that explains it, if any.
     """
@@ -83,15 +81,15 @@ class _Entry:
 class FindingLog:
     """Compares each examination with what was reported before.
 
-    All reports minus all withdrawals are :attr:`current`. A finding that comes and goes makes no
-    noise: it is withdrawn once it is missing for a while, or at once if another finding explains
-    or replaces it. It is withdrawn only once until the job has ended. Findings about an attempt
-    that was followed by another one stay.
+    All reports minus all withdrawals are :attr:`current`. A finding that comes and goes is not
+    reported each time: it is withdrawn once it is missing for a while, or at once if another
+    finding explains or replaces it. It is withdrawn only once until the job has ended. Findings
+    about an attempt that was followed by another one stay.
     """
 
     def __init__(self) -> None:
         self._entries: dict[object, _Entry] = {}
-        self._once: set[object] = set()  # New findings that the next examination has to find, too
+        self._once: set[object] = set()  # New findings that the next examination has to confirm
         self._turns: Counter[object] = Counter()
         self._number = 0
 
@@ -148,7 +146,7 @@ class FindingLog:
         return events
 
     def _wait_for_another(self, there: dict[object, Finding], run: Run) -> None:
-        """Leave out new findings that another examination has to find first."""
+        """Leave out new findings that the next examination has to confirm."""
         new = {
             identity
             for identity, finding in there.items()
@@ -255,10 +253,10 @@ def hang(finding: Finding, run: Run) -> Lapsed | None:
 
 
 def start(finding: Finding, run: Run) -> Lapsed | None:
-    """Lapse as over once the job went on: the finding says what its start waits for.
+    """Lapse as over once the job continued: the finding says what its start waits for.
 
-    Ranks that have moved show that as well. The job may hang again before it was seen that the
-    first hang was over.
+    Ranks that have moved show that as well. The job may hang again before the end of the first hang
+    was noticed.
     """
     since = [
         rank.status.since

@@ -94,7 +94,7 @@ def _bases() -> list[Path]:
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether it is a directory of this user, and no link."""
+    """Return whether it is a directory of this user, and not a link."""
     try:
         facts = path.lstat()
     except OSError:

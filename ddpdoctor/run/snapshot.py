@@ -80,7 +80,7 @@ class Rank:
     """The newest step records, unparsed. :attr:`steps` parses them."""
     split_lines: tuple[bytes, ...] = ()
     """The newest step records whose backward was split, which are rare on a GPU."""
-    records: Records = NO_RECORDS  # All records of the journal but steps
+    records: Records = NO_RECORDS  # All records of the journal except steps
     exit: RankExitRecord | None = None  # How the process ended, if the supervisor saw it
     fault: str = ""  # The output of ``faulthandler`` on a fatal signal
     max_steps: int = MAX_EXPANDED  # Maximum number of steps that the lines are expanded to
@@ -157,7 +157,7 @@ class Rank:
 
     @property
     def ended(self) -> EndRecord | None:
-        """The record of the regular end of the interpreter, if it came to that."""
+        """The record of the regular end of the interpreter, if any."""
         return self.records.first(EndRecord)
 
 
@@ -372,7 +372,7 @@ class Run:
 
     @property
     def stalls(self) -> list[Span]:
-        """The times in which the job made no progress, by the examinations."""
+        """The spans without progress, according to the examinations."""
         found: list[Span] = []
         for record in self.supervisor:
             if isinstance(record, HangRecord):
@@ -398,7 +398,7 @@ class Run:
         }
 
     def waits_for(self, rank: Rank, until: int | None = None) -> int:
-        """Return the nanoseconds that a rank has been in its phase, without those without a core.
+        """Return the nanoseconds that a rank has been in its phase, except those without a core.
 
         ``until`` is Unix nanoseconds, by default the time of the snapshot.
         """

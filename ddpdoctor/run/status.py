@@ -1,4 +1,4 @@
-"""The status page: a memory-mapped file for each rank that says what the rank does now.
+"""The status page: a memory-mapped file for each rank with the rank's current activity.
 
 Updates are a few stores into mapped memory, which survive SIGKILL. Standard library only, since
 ranks load this.

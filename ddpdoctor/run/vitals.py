@@ -95,7 +95,7 @@ class Vitals:
                     )
 
     def close(self) -> None:
-        """Do nothing, since nothing is held."""
+        """Do nothing, since no resource is held."""
 
 
 def _gpu_files(directory: Path) -> Iterator[Mapping[str, Any]]:

@@ -1,1 +1,1 @@
-"""``ddpdoctor scale``: the same job at several sizes, and what keeps it from scaling."""
+"""``ddpdoctor scale``: the same job at several sizes, and the reasons why it does not scale."""

@@ -53,7 +53,10 @@ class Dot(NamedTuple):
 
 
 class Label(NamedTuple):
-    """A text; ``y`` is its middle, ``anchor`` where ``x`` is: ``start``, ``middle`` or ``end``."""
+    """A text.
+
+    ``y`` is its middle, ``anchor`` the position of ``x``: ``start``, ``middle`` or ``end``.
+    """
 
     x: float
     y: float
@@ -99,7 +102,7 @@ class _Panel(NamedTuple):
         yield Label(self.left + _PANEL / 2, _BOTTOM + 28, "ranks", "middle", _BLACK)
 
     def ideal(self, start: float, end: float) -> Iterator[Shape]:
-        """Draw the ideal line, dashed, between its values at no ranks and at the most ranks."""
+        """Draw the ideal line, dashed, from no ranks to the maximum number of ranks."""
         (x1, y1), (x2, y2) = self.at(0, start), self.at(self.ranks[-1], end)
         parts = max(1, int(math.hypot(x2 - x1, y2 - y1) / _DASH))
 
@@ -147,7 +150,7 @@ def chart(title: str, rows: Sequence[Row]) -> list[Shape]:
 
 
 def _round_up(value: float) -> float:
-    """Return the next of 1, 2, 4, 5, 8 and their tens."""
+    """Round up to 1, 2, 4, 5 or 8 times a power of ten."""
     power = 10.0 ** math.floor(math.log10(value))
     return next(step * power for step in (1, 2, 4, 5, 8, 10) if step * power >= value * 0.9999)
 
@@ -179,7 +182,7 @@ def _legend(names: Sequence[str]) -> list[Shape]:
 # -- the file
 
 _FONT_SIZE = 12
-_PNG_SCALE = 2  # Pixels of a PNG for one of the chart
+_PNG_SCALE = 2  # Pixels of a PNG per pixel of the chart
 
 _PIL_ANCHORS = {"start": "lm", "middle": "mm", "end": "rm"}
 """Pillow's names: left, middle and right, each at the middle of the height."""

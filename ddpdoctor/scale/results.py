@@ -1,4 +1,4 @@
-"""The sizes to run, and what was measured at each.
+"""The sizes to run, and the measurements at each.
 
 Times are seconds. A rank's times are means over the middle half of its steps, ordered by length.
 They are as robust as medians on a busy machine, and the parts of an iteration still add up to it.
@@ -27,7 +27,7 @@ from ddpdoctor.run.step_series import split_steps
 
 
 class Size(NamedTuple):
-    """How many ranks, and where."""
+    """A number of ranks on each of some nodes."""
 
     nodes: int
     local: int  # Ranks on each node
@@ -56,14 +56,14 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Variant:
-    """The job as it is, or with arguments of torch's overridden."""
+    """The job as it is, or with overridden arguments of torch."""
 
     name: str = ""  # ``bucket_cap_mb=25``. Empty for the job as it is.
     overrides: dict[str, str] = field(default_factory=dict)
 
     @property
     def communicates(self) -> bool:
-        """Whether it changes communication alone, which one rank does not have."""
+        """Whether it changes only communication, which one rank does not have."""
         return all(KNOWN[name].owner == DDP for name in self.overrides)
 
 
@@ -130,7 +130,7 @@ def planned_runs(
 DEFAULT_PORT = 29500
 
 MEETING_TIMEOUT = 3600
-"""Seconds for which a node waits for the others, which may be in a run of fewer nodes."""
+"""Seconds that a node waits for others, which may still be in a run of fewer nodes."""
 
 _SIZE_OPTIONS = ("--nproc-per-node", "--nnodes")
 _RENDEZVOUS_OPTIONS = (
@@ -141,7 +141,7 @@ _RENDEZVOUS_OPTIONS = (
 
 @dataclass(frozen=True)
 class Launch:
-    """How the job is started at any size.
+    """The command line of the job for any size.
 
     Attributes:
         typed: Options of ``ddpdoctor run`` and torchrun for every run.
@@ -177,7 +177,7 @@ class Launch:
 
 
 def launch_from(given: Given, nodes: Sequence[int]) -> Launch:
-    """Read how the job is started from the command line, for these numbers of nodes.
+    """Parse the command line for runs on these numbers of nodes.
 
     Raises:
         DoctorError: An option is missing, or cannot be used with scale.
@@ -225,8 +225,8 @@ def _spelled_option(option: Passed) -> str:
 # -- results
 
 
-MIN_TIMED = 3  # Steps timed by DDP that are needed to tell how much of a backward was communication
-MIN_WAIT = 0.05  # Share of a step that ranks wait for a slower one. Less may be noise.
+MIN_TIMED = 3  # Minimum steps timed by DDP to estimate the communication in a backward
+MIN_WAIT = 0.05  # Minimum share of a step spent waiting for a slower rank. Less may be noise.
 
 _BYTES_OF_DTYPE = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 _NANOSECOND = 1e-9
@@ -238,17 +238,18 @@ class Measured:
 
     ranks: int  # Ranks of all nodes
     local: int  # Ranks of this node
-    steps: int  # Steps of each rank that count, after the warm-up
+    steps: int  # Steps of each rank after the warm-up
     step: float
     data: float
     forward: float
-    backward: float  # Compute alone if ``exposed`` is known, else with its communication
+    backward: float  # Only compute if ``exposed`` is known, else including communication
     optimizer: float
     other: float
     exposed: float | None
-    """Communication that no computation hid, with waits for slower ranks. None if unknown."""
+    """Communication not hidden by computation, including waits for slower ranks. None if unknown.
+    """
     core_wait: float | None = None
-    """For how long the training thread was ready to run and had no core."""
+    """Time in which the training thread was ready to run and had no core."""
     samples: float | None = None  # Of one rank
     backwards: float = 1.0
     cpu: bool = True  # The model is on CPUs
@@ -267,7 +268,7 @@ class Measured:
 
 
 def measure(run: Run, warmup: int) -> Measured | None:
-    """Measure the ranks of a run after the first ``warmup`` steps; None without more steps."""
+    """Measure the ranks of a run after the first ``warmup`` steps. None without more steps."""
     split = split_steps(run)
     counted = [
         (rank, steps)
@@ -310,9 +311,10 @@ def measure(run: Run, warmup: int) -> Measured | None:
 
 
 def _timed_by_ddp(run: Run, ranks: Sequence[Rank], warmup: int) -> list[list[StepRecord]] | None:
-    """Return the steps of each rank that DDP timed; None if there are too few.
+    """Return the steps of each rank that DDP timed.
 
-    Those are some of the short steps: they give the share of communication, not its length.
+    None if there are too few. These are some of the short steps: they give the share of
+    communication, not its length.
     """
     timed = [_usable_steps(run, rank.split_steps, warmup) for rank in ranks]
     built = all(rank.records.first(DdpRecord) for rank in ranks)
@@ -320,7 +322,7 @@ def _timed_by_ddp(run: Run, ranks: Sequence[Rank], warmup: int) -> list[list[Ste
 
 
 def _typical_seconds(every: Sequence[Sequence[StepRecord]], part: str) -> float:
-    """Return the mean over the ranks of a part of a typical step, in seconds."""
+    """Return a part of a typical step, as the mean over the ranks in seconds."""
     typical = [float(mean(getattr(step, part) for step in _middle_half(steps))) for steps in every]
     return mean(typical) * _NANOSECOND
 
@@ -342,7 +344,7 @@ def _middle_half(steps: Sequence[StepRecord]) -> Sequence[StepRecord]:
 def _mean_known(
     every: Sequence[Sequence[StepRecord]], of: Callable[[StepRecord], int | None], unit: float = 1.0
 ) -> float | None:
-    """Return the mean over the ranks of a value of a typical step; None if a rank has none."""
+    """Return a value of a typical step, as the mean over the ranks. None if a rank has none."""
     typical = []
     for steps in every:
         known = [value for step in _middle_half(steps) if (value := of(step)) is not None]
@@ -359,13 +361,13 @@ def _gradient_bytes(ddp: DdpRecord | None) -> int:
 
 
 def median_repeat(repeats: Sequence[Measured]) -> Measured:
-    """Return the repeat with the median iteration, of an even number the faster of the two."""
+    """Return the repeat with the median iteration time, the faster of two medians."""
     return sorted(repeats, key=lambda each: each.step)[(len(repeats) - 1) // 2]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run that is over."""
+    """A finished run."""
 
     planned: Planned
     directory: Path  # Its run directory
@@ -375,7 +377,7 @@ class Outcome:
     failure: str = ""  # Why nothing was measured, in a clause
     findings: tuple[Finding, ...] = ()
     overrides: dict[str, str] = field(default_factory=dict)
-    """Overridden arguments of torch, by its variant and for weak or strong scaling."""
+    """Arguments of torch overridden by the variant and for weak or strong scaling."""
 
 
 @dataclass(frozen=True)
@@ -446,7 +448,7 @@ def rows(outcomes: Sequence[Outcome]) -> list[Row]:
 
 
 def efficiency(measured: Measured, base: Measured | None) -> float | None:
-    """Return the throughput per rank relative to the base; None if the two do not compare."""
+    """Return the throughput per rank relative to the base. None if they are not comparable."""
     if base is None or (measured.samples is None) != (base.samples is None):
         return None
     return (measured.rate / measured.ranks) / (base.rate / base.ranks)

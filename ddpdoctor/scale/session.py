@@ -1,4 +1,4 @@
-"""Make all runs of a plan, one after another, and keep their results whatever happens.
+"""Make all runs of a plan, one after another, and keep their results in any case.
 
 Each run is ``ddpdoctor run`` in a child process.
 """
@@ -29,15 +29,15 @@ from ddpdoctor.run.snapshot import Run
 from ddpdoctor.scale.results import Outcome, Planned, Size, measure
 from ddpdoctor.system import proc
 
-POLL_INTERVAL = 0.5  # Seconds between two checks of how many steps the run has made
-END_TIMEOUT = 20.0  # Seconds in which a run has to end after it was asked to
+POLL_INTERVAL = 0.5  # Seconds between two checks of the number of steps
+END_TIMEOUT = 20.0  # Seconds for a run to end after it was asked to
 
 RUN_OPTIONS = (
     "--quiet", "--no-debug", "--no-vscode", "--kill-on-hang", "--grace", "5",
     # The cost of diagnosis must not be measured.
     "--overhead-budget", "0",
 )  # fmt: skip
-"""Options of each run. Those that a person gives come after them and override them."""
+"""Options of each run. The user's options follow and override them."""
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 """Set to 1 in every run, as torchrun does with several ranks, unless a person has set it."""
@@ -79,7 +79,7 @@ def run_once(
 ) -> tuple[Path, Path, int]:
     """Make one run and wait for its end. Return its run directory, its log, and its exit status.
 
-    ``step`` is called with the number of steps that it has made. What it raises ends the run.
+    ``step`` is called with the number of completed steps. An exception from it ends the run.
 
     Raises:
         DoctorError: It cannot be started.
@@ -116,7 +116,7 @@ def run_once(
                 steps = max(known, default=0)
             step(steps)
     finally:
-        # It is still there if this command was asked to end.
+        # It still exists if this command was asked to end.
         deadline = time.monotonic() + END_TIMEOUT
         while process.poll() is None:
             # After the second SIGTERM it no longer waits for the job.
@@ -134,7 +134,7 @@ class Session:
     """The runs of one command.
 
     Args:
-        folder: Where the run directories and logs are put.
+        folder: The directory for the run directories and logs.
         words: Returns the arguments of ``ddpdoctor run`` for a run.
         warmup: Steps at the beginning of each run that do not count.
         scaling: `WEAK` or `STRONG`: the batch of a rank is that of the smallest size, or its share
@@ -202,7 +202,7 @@ class Session:
         self._line.say(f"{head}: {outcome_text(outcome)}")
 
     def _fixed_batch(self, planned: Planned) -> dict[str, str]:
-        """Return the batch that weak or strong scaling needs; none for the smallest size."""
+        """Return the batch that weak or strong scaling needs. Empty for the smallest size."""
         if not self._scaling or "batch_size" in planned.variant.overrides:
             return {}
         if self._batch is None:
@@ -231,7 +231,7 @@ class Session:
         return {"batch_size": str(batch)}
 
     def _check_batch(self, outcome: Outcome) -> None:
-        """Check that the ranks really got the batch that they should get."""
+        """Check that the ranks really got the requested batch."""
         wanted = self._fixed_batch(outcome.planned).get("batch_size")
         measured = outcome.measured
         if wanted is None or measured is None or measured.samples is None:

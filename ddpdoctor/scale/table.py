@@ -1,4 +1,4 @@
-"""The table of ``ddpdoctor scale``, and why a size loses time.
+"""The table of ``ddpdoctor scale``, and the causes of lost time.
 
 The published figures are ResNet-50 on up to eight V100-PCIE-32G with torch 0.4.1: forward and
 backward of a batch of 128 images of 3x224x224 per GPU, with DistributedDataParallel of torch and
@@ -22,11 +22,11 @@ from ddpdoctor.scale.results import AS_IT_IS, Measured, Outcome, Row, rows
 # -- explain why a size is less efficient than the smallest one, and what to try
 
 
-MIN_GOOD = 0.97  # Efficiency from which on there is nothing to explain
-MAX_CREDIBLE = 1.1  # Efficiency from which on the smallest size is no good base
+MIN_GOOD = 0.97  # Efficiency that needs no explanation
+MAX_CREDIBLE = 1.1  # Efficiency above which the smallest size is not a good base
 
-MIN_SLOWDOWN = 1.15  # How many times as long a rank on CPUs computes if it lacks cores
-MIN_SHARE = 0.3  # Share of the loss that waits for a core must have to be the cause
+MIN_SLOWDOWN = 1.15  # Minimum slowdown of a rank on CPUs that lacks cores
+MIN_SHARE = 0.3  # Minimum share of waits for a core in the loss to be its cause
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Cause:
     """For machines: ``communication``, ``data``, ``straggler``, ``cores``, ``batch``, ``compute``,
     ``other``, or ``none`` if nothing is lost."""
     words: str  # The sentence, without its subject
-    tries: tuple[str, ...] = ()  # What to try, each a line, with the ``--try`` that measures it
+    tries: tuple[str, ...] = ()  # Suggestions, one per line, with the ``--try`` that measures each
 
 
 NONE = Cause("none", "as efficient as the smallest size")
@@ -100,7 +100,7 @@ def cause(
 
 
 def _lacks_cores(base: Measured, this: Measured, share: float, lost: float) -> bool:
-    """Return whether ranks share cores, so that each is slower and all wait for each other."""
+    """Return whether ranks share cores, so each is slower and all wait for each other."""
     waited = (this.core_wait or 0.0) - (base.core_wait or 0.0) * share
     grown = this.compute - base.compute * share
     slower = this.compute > MIN_SLOWDOWN * base.compute * share and share >= 1.0
@@ -199,7 +199,7 @@ class ReferenceFigure(NamedTuple):
     ddp: str
     total: int  # As published: forward and backward, each rounded
     forward: int
-    backward: int  # With the communication
+    backward: int  # Including communication
 
 
 REFERENCE_FIGURES = (
@@ -219,7 +219,7 @@ def reference_efficiency(figure: ReferenceFigure) -> float:
 
 
 def reference_lines(rows: Sequence[Row]) -> list[str]:
-    """Return the figures as a table, with measurements of the same sizes beside them, if any."""
+    """Return the figures as a table, next to measurements of the same sizes, if any."""
     here = {
         row.size.ranks: row for row in rows if row.variant == AS_IT_IS and row.measured is not None
     }
@@ -249,8 +249,8 @@ def reference_lines(rows: Sequence[Row]) -> list[str]:
 
 WIDTH = 80
 
-MAX_NOISE = 0.15  # How much slower than the fastest repeat the slowest may be
-_BAR = 40  # Columns of the longest bar
+MAX_NOISE = 0.15  # Maximum difference of the slowest repeat from the fastest one
+_BAR = 40  # Width of the longest bar in columns
 
 _HEAD = ("ranks", "step", "data", "forward", "backward", "optim", "other", "exposed")
 _WIDTHS = (5, 6, 6, 8, 9, 7, 7, 8)
@@ -258,7 +258,7 @@ _RATE, _EFFICIENCY = 10, 13
 
 
 def table_lines(rows: Sequence[Row], *, ascii_only: bool) -> Iterator[str]:
-    """Yield all but the heading: table, why a size loses, what to try, bars.
+    """Yield all lines except the heading: table, causes of losses, suggestions, bars.
 
     The rows of the job as it is come first.
     """
@@ -274,12 +274,12 @@ def table_lines(rows: Sequence[Row], *, ascii_only: bool) -> Iterator[str]:
 
 
 def base_row(rows: Sequence[Row]) -> Row | None:
-    """Return the row that the others are compared with."""
+    """Return the row that others are compared with."""
     return next((row for row in rows if row.is_base), None)
 
 
 def row_cause(row: Row, rows: Sequence[Row]) -> Cause | None:
-    """Return why a row is less efficient than the smallest size; None if unknown."""
+    """Return why a row is less efficient than the smallest size. None if unknown."""
     base = base_row(rows)
     if base is None or base.measured is None or row.measured is None or row.efficiency is None:
         return None
@@ -403,7 +403,7 @@ def _tried_sentences(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _noise_sentence(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield how far the repeats of the job as it is differ, if that is more than noise."""
+    """Yield the difference between repeats of the unchanged job, if it exceeds noise."""
     worst, where = 0.0, None
     for row in rows:
         steps = [each.measured.step for each in row.outcomes if each.measured is not None]
@@ -417,7 +417,7 @@ def _noise_sentence(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _finding_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Yield findings of the job as it is, but stragglers, which have their own sentence."""
+    """Yield findings of the unchanged job, except stragglers, which have their own sentence."""
     seen: dict[str, Outcome] = {}
     for row in rows:
         if row.variant == AS_IT_IS:
@@ -438,7 +438,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _bar_lines(rows: Sequence[Row], ascii_only: bool) -> Iterator[str]:
-    """Draw the throughput of the job as it is, each bar up to the ideal: efficiency 100%."""
+    """Draw the throughput of the unchanged job. Full bars are 100% efficiency."""
     shown = [row for row in rows if row.variant == AS_IT_IS and row.measured and row.efficiency]
     if len(shown) < 2:
         return
@@ -466,7 +466,7 @@ def document(outcomes: Sequence[Outcome], facts: dict[str, Any], *, published: b
     """Return all results as one JSON object: ``format``, the facts, ``rows`` and ``reference``.
 
     A row is a size and a variant: ``ranks, nodes, variant, overrides, median, efficiency, spread,
-    cause, try, runs``. Times are seconds. What is unknown is null. ``published`` adds the published
+    cause, try, runs``. Times are seconds. Unknown values are null. ``published`` adds the published
     figures.
     """
     found = rows(outcomes)

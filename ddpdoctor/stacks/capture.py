@@ -1,10 +1,10 @@
 """Capture stacks of processes: by the probe, or by py-spy.
 
 Only a process that declared how (`ddpdoctor.probe.runtime.stacks`) is asked. First, a thread of
-ddpdoctor in that process, in Python. If it waits for the GIL in vain, native code holds the GIL and
-no Python runs, so ``faulthandler`` is asked by a real-time signal. Such a signal kills a process
-that does not handle it. Therefore everything that the process declared is checked before: that it
-is still the same process, that it handles this signal, and that it will write to our file.
+ddpdoctor in that process, in Python. If it does not get the GIL, native code holds it and no Python
+runs, so ``faulthandler`` is asked by a real-time signal. Such a signal kills a process that does
+not handle it. Therefore everything that the process declared is checked before: that it is still
+the same process, that it handles this signal, and that it will write to our file.
 
 The format of ``faulthandler`` is that of ``Python/traceback.c`` in CPython 3.10 to 3.14. Frames
 come innermost first, at most 100 per thread. A text is cut after 500 characters, and characters
@@ -82,7 +82,7 @@ class Declared(Part):
     restart: int = 0
     time: int = 0  # Unix nanoseconds of the declaration
     world_size: int = 0  # As in its environment at the start
-    store: StoreRecord | None = None  # Where torchrun lets the ranks meet
+    store: StoreRecord | None = None  # The address at which torchrun's ranks meet
 
 
 def read_declared(directory: Path) -> list[Declared]:
@@ -185,11 +185,12 @@ def _unescaped(text: str) -> str:
 _MAX_RESPONSE = 16 << 20  # Bytes of a response that are read
 
 GIL_TIMEOUT = 1.0
-"""Seconds without the GIL after which native code is said to hold it. Python passes it on every
-5 milliseconds if the holder has a core. Time in which any thread lacks a core does not count."""
+"""Seconds without the GIL after which native code is considered to hold it. Python passes it on
+every 5 milliseconds if the holder has a core. Time in which any thread lacks a core does not count.
+"""
 
 _MIN_GIL_SHARE = 0.9
-"""Share of that time that is enough, since threads lose milliseconds even on an idle machine."""
+"""Required share of that time, since threads lose milliseconds even on an idle machine."""
 
 _TGKILL = {"x86_64": 234, "aarch64": 131}  # Numbers of a system call that glibc names since 2.30
 
@@ -259,7 +260,7 @@ class Asking:
             yield from self._ask_faulthandler(file)
 
     def _wait(self, file: int, pipe: int) -> Iterator[None]:
-        """Send the request and wait for a response, or until it is known that none will come."""
+        """Send the request and wait until a response arrives or is ruled out."""
         declared = self._declared
         asked = False
         waits: _Stopwatch | None = None
@@ -276,7 +277,7 @@ class Asking:
                     if not self._answered(file):
                         self.trouble = "could not write its answer: is the disk full?"
                     return
-                # Not while an earlier request is in the pipe, which may be answered already.
+                # Not while the pipe holds an earlier request, which may already be answered.
                 os.write(pipe, self._request)
                 asked = True
             # It sleeps although there is a request, so it waits for the GIL. A thread that waits
@@ -339,7 +340,7 @@ class Asking:
             self.trouble = OTHER_PROGRAM
             return
         if not signals.pending & self._bit:
-            # An earlier signal that is still pending will do.
+            # A signal that is still pending is enough.
             _send_signal(declared.pid, declared.main_thread, declared.signal)
         # The kernel removes a pending signal slightly before it blocks it for the handler. Once
         # something is written, the handler runs until the signal is no longer blocked.
@@ -373,7 +374,7 @@ class _Stopwatch:
         self._passed = 0.0
 
     def over(self, seconds: float) -> bool:
-        """Return whether that much time has passed. Read the process only if it may have."""
+        """Return whether that much time has passed. Read the process only if it is possible."""
         now = time.monotonic()
         since = now - self._when
         if self._passed + since < seconds:
@@ -424,7 +425,7 @@ MAX_PROCESSES = 16  # Maximum number of processes that py-spy examines at once
 _KILL_TIMEOUT = 0.3  # Seconds to wait for a killed py-spy, which may be blocked in the kernel
 
 _UNPAUSABLE = ("T", "t", "D")
-"""States of a process that cannot be paused: it is stopped already, or does not react."""
+"""States of a process that cannot be paused: it is already stopped, or does not react."""
 
 _Dump = list[dict[str, Any]]
 
@@ -463,7 +464,7 @@ def add_native(
 ) -> list[RankStacks]:
     """Add native frames of ranks from py-spy, or a note why they are missing.
 
-    Pauses each process for a second or two, so it is for requested or hopeless ranks only.
+    Pauses each process for a second or two, so it is only for requested or hopeless ranks.
     ``patience`` is the seconds for all of them together. Processes without a stack are left
     unchanged.
     """
@@ -599,9 +600,7 @@ def native_frames(dump: _Dump) -> tuple[str, ...]:
 
 
 CAPTURE_TIMEOUT = 3.0  # Seconds to wait for all ranks together
-_RESPONSE_SHARE = (
-    0.7  # Share of that for responses, if py-spy can examine the ranks that do not respond
-)
+_RESPONSE_SHARE = 0.7  # Share of that for responses, if py-spy can examine silent ranks
 _MAX_STRETCH = 3.0  # Maximum factor by which the wait grows for ranks that lack a core
 _DONE = object()  # Marks an exhausted request. A pending one yields None.
 
@@ -649,9 +648,9 @@ def capture(
 
 
 def _ask(targets: Sequence[_Target], limit: float) -> float:
-    """Ask all processes at once. Return the seconds that they were given.
+    """Ask all processes at once.
 
-    These are more than ``limit`` if ranks have no core on which to respond.
+    Return the seconds allowed, which exceed ``limit`` if ranks have no core to respond on.
     """
     began = time.monotonic()
     asked = [
@@ -699,7 +698,7 @@ class _Target:
     asking: Asking | None = None
 
     def look(self, here: str) -> None:
-        """Check from outside whether it can be asked."""
+        """Check from outside whether it can respond."""
         if self.namespace and self.namespace != here:
             self.trouble = f"on another host or in another container: {self.host or 'unknown'}"
             return
@@ -715,7 +714,7 @@ class _Target:
             self.trouble = "takes no stack requests: not on Linux, or without a free signal"
 
     def stacks(self, waited: float) -> RankStacks:
-        """Return the result after so many seconds."""
+        """Return the result after ``waited`` seconds."""
         asking = self.asking
         found = RankStacks(
             self.rank, self.restart, self.pid, self.host, state=self.state, trouble=self.trouble

@@ -117,8 +117,7 @@ Code = Mapping[Frame, str]  # The source line of each frame, if known
 def code_of(frames: Iterable[Frame], before: int) -> dict[Frame, str]:
     """Return the source lines of the user's frames.
 
-    Skip files that changed since ``before``, in Unix nanoseconds: their lines are not those that
-    run.
+    Skip files that changed since ``before``, in Unix nanoseconds: the running code has other lines.
     """
     found: dict[Frame, str] = {}
     files: dict[str, list[str]] = {}
@@ -162,8 +161,9 @@ class Node:
     ranks: tuple[int, ...]  # Ascending
     frames: tuple[Frame, ...]  # Outermost first. All of these ranks are in all of them.
     children: tuple[Node, ...]
-    """Deeper frames: odd nodes first, then those with the fewest ranks. Ranks that are in none of
-    them are at the last of the frames."""
+    """Deeper frames: odd nodes first, then those with the fewest ranks. Ranks in none of them are
+    at the last frame.
+    """
     odd: bool  # Most ranks are elsewhere in the user's code
 
 
@@ -243,7 +243,7 @@ CUT = Frame("...", 0, "...")
 
 
 def stacks_from_record(record: JsonObject) -> RankStacks:
-    """Return the stacks of a JSON object. Skip what is missing or damaged."""
+    """Return the stacks of a JSON object. Skip missing or damaged parts."""
     return decoder(RankStacks)({"rank": -1, **record})
 
 
@@ -262,12 +262,12 @@ class Saved:
 
 
 def stacks_record(stacks: Iterable[RankStacks], time: int) -> JsonObject:
-    """Return the stacks of one time as JSON, which ``ddpdoctor stacks --json`` prints, too."""
+    """Return stacks as JSON, which ``ddpdoctor stacks --json`` prints, too."""
     return {"format": FORMAT, "time": time, "ranks": [document(each) for each in stacks]}
 
 
 def save_stacks(directory: Path, stacks: Iterable[RankStacks], time: int) -> None:
-    """Keep these stacks in place of the earlier ones.
+    """Save these stacks, replacing earlier ones.
 
     Raises:
         OSError: The run directory cannot be written.
@@ -276,7 +276,7 @@ def save_stacks(directory: Path, stacks: Iterable[RankStacks], time: int) -> Non
 
 
 def load_stacks(directory: Path) -> Saved | None:
-    """Return the kept stacks, or None if they cannot be read."""
+    """Return the saved stacks, or None if they cannot be read."""
     try:
         record = opening.json_object(directory / STACKS_FILE, opening.MOST_RECORD)
         if integer(record, "format") > FORMAT:

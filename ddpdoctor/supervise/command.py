@@ -217,7 +217,7 @@ def _of_command(given: Given, own: OwnOptions) -> Command:
 
 
 def _take_python_options(given: Given) -> None:
-    """Take in options of Python after ``--``, such as ``-m pkg.train``."""
+    """Accept options of Python after ``--``, such as ``-m pkg.train``."""
     word = given.rest[0]
     if not given.separator or not word.startswith("-") or given.has_passed("-m", "--module"):
         return
@@ -250,7 +250,7 @@ def _nproc(given: Given, environ: Mapping[str, str]) -> str | None:
 
 
 def _local_ranks(nproc: str | None, environ: Mapping[str, str]) -> int | None:
-    """Return the number of ranks that torchrun starts on this node; None if only it knows."""
+    """Return the number of ranks that torchrun starts on this node. None if only it knows."""
     if nproc is None:
         return None
     if nproc.isdigit():
@@ -261,7 +261,7 @@ def _local_ranks(nproc: str | None, environ: Mapping[str, str]) -> int | None:
 
 
 def _gpus(environ: Mapping[str, str]) -> int:
-    """Return how many GPUs the job sees."""
+    """Return the number of GPUs visible to the job."""
     # Imported only where the number of ranks depends on it.
     from ddpdoctor.system.nvml import visible
 
@@ -286,7 +286,7 @@ def _is_on(environ: Mapping[str, str], name: str) -> bool:
 
 
 def _check_script(script: str) -> None:
-    """Refuse what Python cannot run, before each rank spends seconds to find out."""
+    """Reject a script that Python cannot run, before each rank spends seconds on it."""
     path = Path(script)
     if path.is_dir():
         if not (path / "__main__.py").is_file():
@@ -303,7 +303,7 @@ def _check_script(script: str) -> None:
         raise DoctorError(f"{script} cannot be read: {error.strerror}") from None
     try:
         with warnings.catch_warnings():
-            # Each rank will show them once, as without ddpdoctor.
+            # Each rank will print them once, as without ddpdoctor.
             warnings.simplefilter("ignore")
             compile(source, script, "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
@@ -317,7 +317,7 @@ def _check_script(script: str) -> None:
         where = f"{script}:{error.lineno}" if error.lineno else script
         raise DoctorError(f"{where} is not valid Python: {error.msg}") from None
     except (RecursionError, MemoryError):
-        # Too deeply nested to be compiled here. Leave it to the ranks.
+        # Too deeply nested to be compiled here. The ranks will try.
         return
 
 

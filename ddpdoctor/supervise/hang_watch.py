@@ -41,17 +41,17 @@ from ddpdoctor.system.process_activity import BUSY, Turn, Turns, most_lacked, re
 
 # -- how long silent ranks had no core
 
-MAX_CORE_FACTOR = 10.0  # The factor by which a time without a core lengthens a silence at most
+MAX_CORE_FACTOR = 10.0  # Maximum factor by which time without a core may lengthen a silence
 
-MIN_LOST = 0.5  # Seconds without a core after which they are recorded
+MIN_LOST = 0.5  # Minimum recorded time without a core, in seconds
 
 MIN_PRESSURE = 10.0
-"""Percent of time in which some process had no core, from which on a machine is loaded."""
+"""A machine is loaded if some process had no core for this percentage of the time."""
 
 
 @dataclass
 class _Followed:
-    since: int  # The beginning of its phase (Unix nanoseconds). Each silence has another one.
+    since: int  # The beginning of its phase (Unix nanoseconds). It differs between silences.
     when: float
     turns: dict[int, Turn]
     lost: float = 0.0
@@ -66,7 +66,7 @@ class Cores:
         self._followed: dict[int, _Followed] = {}
 
     def lost_by(self, rank: Rank, now: float) -> float:
-        """Return :meth:`lost` for the silence that a rank is in; 0 for a rank of another host."""
+        """Return :meth:`lost` for a rank's current silence. 0 for a rank of another host."""
         status = rank.status
         if status is None or rank.opened.namespace not in (None, self._here):
             return 0.0
@@ -118,22 +118,20 @@ def is_loaded() -> bool:
 # -- signs of life on the ranks' status pages
 
 MIN_SILENCE = 30.0
-"""Seconds without a sign of life before a job is examined, unless a person says otherwise."""
+"""Seconds without a sign of life before a job is examined, unless the user chose a limit."""
 
-SILENT_STEPS = 20  # The same limit in median steps of the job; the longer one counts
+SILENT_STEPS = 20  # The same limit in median steps of the job. The longer one applies
 
-WAIT_FACTOR = 4  # The factor by which ranks may wait longer for others that do give signs
+WAIT_FACTOR = 4  # Factor by which ranks may wait longer for others that give signs of life
 
 FIRST_STEP_FACTOR = 10
-"""The factor by which the first step may take longer: data are loaded, kernels compiled."""
+"""Factor by which the first step may take longer: data is loaded and kernels are compiled."""
 
-MIN_MEASURED_SILENCE = (
-    1.0  # Seconds of silence up to which it is not measured how long a rank had no core
-)
+MIN_MEASURED_SILENCE = 1.0  # Seconds of silence before time without a core is measured
 
 START_SAMPLE = 3.0  # Seconds over which the CPU time of a starting job is measured
 
-RECENT_STEPS = 64  # Steps of a rank that the median is taken of
+RECENT_STEPS = 64  # Number of steps for the median of a rank
 
 _Sign = tuple[int, int, int, int, int]
 
@@ -142,21 +140,21 @@ _Sign = tuple[int, int, int, int, int]
 class Still:
     """Ranks that give no sign of life."""
 
-    seconds: float  # How long they have been silent, without the time in which they had no core
+    seconds: float  # Duration of their silence, except time without a core
     limit: float  # Seconds of silence after which they are examined
-    ranks: tuple[int, ...]  # All ranks that live, or those that wait while others move
+    ranks: tuple[int, ...]  # All living ranks, or those that wait while others move
     everybody: bool  # Whether no rank moves
     fresh: bool  # Whether one of them is still in its first step
     lost: Mapping[int, float] = field(default_factory=dict)
-    """For how many seconds of its silence each living rank had no core."""
+    """Seconds of its silence in which each living rank had no core."""
 
 
 class Signs:
     """Follows the signs of life of the ranks of the last attempt.
 
     Args:
-        hang_after: Seconds, if a person named them.
-        lost: Returns for how many seconds of its silence a rank had no core.
+        hang_after: Seconds, if chosen by the user. lost: Returns the seconds of its silence in
+            which a rank had no core.
     """
 
     def __init__(
@@ -166,14 +164,17 @@ class Signs:
         self._lost = lost
         self._restart = -1
         self._seen: dict[int, _Sign] = {}
-        self._when: dict[int, float] = {}  # When each rank gave its last sign (monotonic seconds)
+        self._when: dict[int, float] = {}  # Each rank's last sign of life (monotonic seconds)
 
     def slept(self, seconds: float) -> None:
-        """Ignore a time in which no rank could give a sign."""
+        """Ignore a period in which no rank could give a sign."""
         self._when = {rank: when + seconds for rank, when in self._when.items()}
 
     def look(self, run: Run, now: float) -> Still | None:
-        """Take in a snapshot at ``now`` (monotonic seconds). Returns the silent ranks, if any."""
+        """Process a snapshot taken at ``now`` (monotonic seconds).
+
+        Returns the silent ranks, if any.
+        """
         if run.restarts[-1] != self._restart:
             self._restart, self._seen, self._when = run.restarts[-1], {}, {}
         # A rank whose script is over still has a process to end.
@@ -188,7 +189,7 @@ class Signs:
         least = min(quiet.values())
         base = self._asked if self._asked is not None else MIN_SILENCE
         if max(quiet.values()) < base:
-            # The usual case, which has to be cheap.
+            # This is the usual case and has to be cheap.
             return None
         limit = self._limit(alive, base)
         fresh = any(rank.status is not None and rank.status.step == 0 for rank in alive)
@@ -203,7 +204,7 @@ class Signs:
         return None
 
     def _silence(self, alive: list[Rank], now: float) -> tuple[dict[int, float], dict[int, float]]:
-        """Return the seconds for which each rank was silent with a core, and without one."""
+        """Return how long each rank was silent with a core, and without one, in seconds."""
         quiet, lost = {}, {}
         for rank in alive:
             seconds = now - self._when[rank.rank]
@@ -223,7 +224,7 @@ class Signs:
         return max(base, SILENT_STEPS * median(steps)) if steps else base
 
     def marks(self, ranks: tuple[int, ...]) -> dict[int, float]:
-        """Return when each of the ranks gave its last sign (monotonic seconds)."""
+        """Return the time of each rank's last sign of life (monotonic seconds)."""
         return {rank: self._when[rank] for rank in ranks if rank in self._when}
 
 
@@ -233,10 +234,10 @@ class Start:
     def __init__(self, base: float) -> None:
         self._base = base
         self.began = time.monotonic()
-        self._worked = self.began  # When the job was seen to use the CPU last
+        self._worked = self.began  # Time at which the job was last seen using the CPU
         self.pid: int | None = None  # The job's command
         self._cores: tuple[float, dict[int, Turns]] | None = None
-        """When the CPU time of the job was read last, and what it was."""
+        """The time and result of the last reading of the job's CPU time."""
 
     def begin(self, pid: int) -> None:
         """Note that the job's command has started."""
@@ -244,7 +245,7 @@ class Start:
         self.began = self._worked = time.monotonic()
 
     def slept(self, seconds: float) -> None:
-        """Ignore a time in which the job was stopped."""
+        """Ignore a period in which the job was stopped."""
         self.began += seconds
         self._worked += seconds
 
@@ -254,7 +255,7 @@ class Start:
             self._worked = now
         quiet = now - self.began
         if quiet < FIRST_STEP_FACTOR * self._base:
-            # A torchrun that lacked a core comes late to the rendezvous, and only waits there.
+            # A torchrun that lacked a core arrives late at the rendezvous, and only waits there.
             quiet = now - self._worked
         ended = any(isinstance(each, (ErrorRecord, ExitRecord)) for each in run.strays)
         if ended or quiet < self._base:
@@ -262,7 +263,7 @@ class Start:
         return Still(quiet, self._base, (), True, True)
 
     def works(self, now: float) -> bool | None:
-        """Return whether processes of the job use the CPU. None if that is not known yet."""
+        """Return whether processes of the job use the CPU. None if not known yet."""
         if self.pid is None:
             return False
         known = self._cores
@@ -291,28 +292,28 @@ def _sign(rank: Rank) -> _Sign:
 
 
 REPEAT_FACTOR = 2.0
-"""How much longer the job has made no progress, as a factor, when it is examined again."""
+"""Growth of the time without progress before the job is examined again, as a factor."""
 
-MAX_FILES = 8  # Examinations whose files are kept: the first one and the newest
+MAX_FILES = 8  # Number of examinations whose files are kept: the first and the newest
 
 SETTLE_TIME = 2.0  # Seconds to wait after a rank moved: it may turn out to have failed
 
-LAST_TIMEOUT = 3.0  # Seconds that an examination may still take when the job has ended
+LAST_TIMEOUT = 3.0  # Seconds for a running examination once the job has ended
 
 CONFIRM_DELAY = 2.0
-"""Seconds until guilty ranks are looked at again on a machine whose processes lack cores."""
+"""Seconds before blamed ranks are examined again on a machine whose processes lack cores."""
 
 _GIVES_UP = (ErrorRecord, ExitRecord, RankExitRecord, EndRecord)
-_OF_HANGS = ("DDP4", "DDP8", "DDP109")  # Families of findings that say why a job hangs
+_OF_HANGS = ("DDP4", "DDP8", "DDP109")  # Families of findings that explain why a job hangs
 _AWAITS_RANKS = "DDP813"
 
 
 class HangWatch:
-    """Examines a job that gives no sign of life, and examines it again when the picture changes.
+    """Examines a job without signs of life, and examines it again when the situation changes.
 
     Args:
         directory: The run directory.
-        asking: The file by which ranks are asked for their Flight Recorders.
+        asking: The file that asks ranks for their Flight Recorders.
         hang_after: Seconds, if a person named them.
         write: Writes a record of the supervisor.
         note: Tells the user that the job goes on.
@@ -343,21 +344,21 @@ class HangWatch:
         self._written = False  # An examination of this hang was written
         self._hung: Still | None = None
         self._marks: dict[int, float] = {}
-        """When each rank gave its last sign before the hang (monotonic seconds)."""
+        """Time of each rank's last sign of life before the hang (monotonic seconds)."""
         self._evidence: dict[int, RankEvidence] = {}  # The newest evidence about each rank
         self._elsewhere: Set[int] = frozenset()  # Those of other nodes
         self._native: dict[int, RankStacks] = {}
-        """The stacks with native frames of ranks that were to blame, by rank."""
+        """Stacks with native frames of blamed ranks, by rank."""
         self._seen: dict[int, hang_examination.Seen] = {}
-        """The processes of the ranks when they were sampled last."""
-        self._confirmed = 0  # The examination after which guilty ranks were looked at again
-        self._below = 0  # The examination for which native frames were taken
+        """The last samples of the ranks' processes."""
+        self._confirmed = 0  # The examination after which blamed ranks were examined again
+        self._below = 0  # The examination for which native frames were captured
         self._dead = 0
         self._next = 0.0
         self._moved: float | None = None
-        self._said = False  # A finding has said why the job hangs
+        self._said = False  # A finding has explained why the job hangs
         self._by_calls = False
-        """The calls of the ranks prove the hang, wherever the ranks are when looked at again."""
+        """The ranks' calls prove the hang, wherever the next examination finds the ranks."""
         self._ended = False
         self.left_to_head = False
         """The head examines all ranks. Here only their time without cores is measured."""
@@ -367,15 +368,16 @@ class HangWatch:
         self._start.begin(pid)
 
     def slept(self, seconds: float) -> None:
-        """Ignore a time in which the whole job, and this process, were stopped."""
+        """Ignore a period in which the whole job and this process were stopped."""
         self._signs.slept(seconds)
         self._start.slept(seconds)
         self._next += seconds
 
     def look(self, run: Run) -> bool:
-        """Take in a snapshot. Return whether the rules should run now.
+        """Process a snapshot.
 
-        That is the case if an examination is done, or the job goes on.
+        Return whether the rules should run now, because an examination is done or the job
+        continues.
         """
         if self._ended or run.stopped_at is not None:
             return False
@@ -389,7 +391,7 @@ class HangWatch:
             if self._starts_elsewhere():
                 self._pending = False
                 return False
-            # Check first whether it still hangs: py-spy would hold a rank that goes on.
+            # Check first whether it still hangs: py-spy would pause a rank that has continued.
             if not self._stands(run, now) or self._look_below(run) or self._doubts(run):
                 return False
             return self._examined()
@@ -408,7 +410,7 @@ class HangWatch:
         return False
 
     def end(self, run: Run, status: int) -> None:
-        """Take in that the job has ended, with that exit status."""
+        """Note that the job has ended with this exit status."""
         if self._thread is not None:
             self._thread.join(LAST_TIMEOUT)
             self._thread = None
@@ -416,23 +418,23 @@ class HangWatch:
             self._examined()
         gave_up = self._ended and _failed(run, self._examined_at, (ErrorRecord,))
         if self._hung is not None and status == 0 and not gave_up:
-            # The job ended well, so that it did not hang.
+            # The job succeeded, so it did not hang.
             self._write(HangOverRecord(time=time.time_ns(), number=self._number))
         self._ended = True
 
     def close(self) -> None:
-        """Close the file by which ranks are asked."""
+        """Close the file of requests to ranks."""
         self._asking.close()
 
     @property
     def _examined_at(self) -> int:
-        """When the newest examination was made (Unix nanoseconds); 0 if there is none."""
+        """Time of the newest examination (Unix nanoseconds). 0 if there is none."""
         return self._found.time if self._found is not None else 0
 
     # -- when to examine
 
     def _excused(self, run: Run, still: Still, now: float) -> bool:
-        """Return whether there is a good reason: a debugger, or a long first step."""
+        """Return whether the silence has a good reason: a debugger, or a long first step."""
         if any(end == FOREVER for _, end in run.debugged):
             return True
         if not still.fresh or still.seconds >= FIRST_STEP_FACTOR * still.limit:
@@ -440,7 +442,7 @@ class HangWatch:
         return bool(still.ranks) and self._start.works(now) is not False
 
     def _starts_elsewhere(self) -> bool:
-        """Return whether ranks of other nodes were at work in a long first step when examined."""
+        """Return whether ranks of other nodes were busy with a long first step when examined."""
         hung = self._hung
         if hung is None or not hung.fresh or hung.seconds >= FIRST_STEP_FACTOR * hung.limit:
             return False
@@ -448,7 +450,7 @@ class HangWatch:
         return any(each is not None and each.busy + each.children_busy >= BUSY for each in found)
 
     def _goes_on(self, run: Run, now: float) -> bool:
-        """Return whether the ranks that made no progress move again, for good."""
+        """Return whether the ranks that made no progress are moving again, permanently."""
         hung = self._hung
         assert hung is not None
         if not (self._has_moved() if hung.ranks else run.ranks):
@@ -470,7 +472,7 @@ class HangWatch:
         return True
 
     def _note_move(self, run: Run, now: float) -> None:
-        """Note since when the job goes on during an examination, which takes seconds."""
+        """Note the time at which the job continues during an examination, which takes seconds."""
         if self._hung is not None and self._hung.ranks:
             self._signs.look(run, now)
             self._moved = self._moved or (now if self._has_moved() else None)
@@ -511,7 +513,7 @@ class HangWatch:
             ranks = hang_examination.examine(
                 run, number, waiting, self._evidence, self._seen, self._start.pid, still.lost
             )
-            # Old status pages say nothing about the ranks of a node that does not answer.
+            # Old status pages say nothing about the ranks of a node that does not respond.
             elsewhere = {rank.rank for rank in run.last if rank.elsewhere}
             own = {each.rank: each for each in ranks if each.rank not in elsewhere}
             found_there = others()
@@ -523,7 +525,7 @@ class HangWatch:
             self._put(whole)
             found = whole
         except Exception as error:
-            # The record says so, and the job goes on.
+            # The record says so, and the job continues.
             found = replace(found, trouble=repr(error))
         self._found, self._pending = found, True
         self._wake()
@@ -534,10 +536,7 @@ class HangWatch:
         rundir.put(self._directory / found.file, line)
 
     def _look_below(self, run: Run) -> bool:
-        """Return whether the native frames of guilty ranks are taken first.
-
-        py-spy, if it is installed, holds each for a second or two. The job does nothing anyway.
-        """
+        """Return whether native frames of blamed ranks are captured first."""
         found = self._found
         if found is None or not found.file or self._below == self._number:
             return False
@@ -556,7 +555,7 @@ class HangWatch:
     # -- whether it still hangs
 
     def _guilty(self, run: Run) -> frozenset[int]:
-        """Return the ranks that are to blame for sure, by the newest examination."""
+        """Return the ranks that the newest examination blames with certainty."""
         from ddpdoctor.diagnose.hangs.diagnosis import guilty
 
         if self._found is None:
@@ -564,7 +563,7 @@ class HangWatch:
         return guilty(replace(run, supervisor=Records((*run.supervisor, self._found))))
 
     def _doubts(self, run: Run) -> bool:
-        """Return whether guilty ranks are looked at once more before they are reported.
+        """Return whether blamed ranks are examined once more before they are reported.
 
         On an idle machine a second is enough to see that a process does nothing.
         """
@@ -581,7 +580,7 @@ class HangWatch:
         return True
 
     def _look_again(self, run: Run, after: float = 0.0) -> None:
-        """Look once more at the ranks, and put the evidence into the run directory."""
+        """Examine the ranks once more, and write the evidence into the run directory."""
         pause(after)
         if (found := self._found) is None:
             return
@@ -592,29 +591,29 @@ class HangWatch:
             self._wake()
 
     def _stands(self, run: Run, now: float) -> bool:
-        """Return whether the ranks are where they were when they were examined."""
+        """Return whether the ranks have not moved since they were examined."""
         if run.ranks:
             self._signs.look(run, now)
         if self._has_moved():
-            # The next snapshots show whether the job goes on.
+            # The next snapshots show whether the job continues.
             return False
         guilty, since = self._guilty(run), self._examined_at
         exits = [rank.exit for rank in run.last if rank.rank in guilty and rank.exit is not None]
         if any(each.status == 0 and each.time >= since for each in exits):
-            # A guilty rank ended well: it was only slow to end.
+            # A blamed rank ended successfully: it was only slow to end.
             self._over()
             return False
         return True
 
     def _over(self) -> None:
-        """Forget the hang, which is over."""
+        """Forget a hang that is over."""
         if self._written or not self._pending:
             self._write(HangOverRecord(time=time.time_ns(), number=self._number))
         self._hung, self._found, self._marks, self._said = None, None, {}, False
         self._pending = self._written = False
 
     def confirmed(self, run: Run) -> bool:
-        """Return whether a job that hung for sure still does; ``run`` is a new snapshot."""
+        """Return whether a job that certainly hung still does. ``run`` is a new snapshot."""
         found = self._found
         if found is None or self._thread is not None or not self._stands(run, time.monotonic()):
             return False
@@ -628,13 +627,13 @@ class HangWatch:
         return False
 
     def _examined(self) -> bool:
-        """Write the newest examination. Returns False if there is none that says anything."""
+        """Write the newest examination. Returns False if it is missing or empty."""
         if self._found is None:
             return False
         self._pending = False
         gave_up = any(each.since > self._examined_at for each in self._evidence.values())
         if self._written and gave_up:
-            # A rank moved during the examination. The examination before says why.
+            # A rank moved during the examination. The previous examination says why.
             return False
         self._write(self._found)
         self._written = True
@@ -645,7 +644,7 @@ class HangWatch:
         return True
 
     def judged(self, findings: Iterable[Finding], *, one_node: bool = True) -> bool:
-        """Take in what the rules found. Returns whether the job hangs for sure.
+        """Process the findings of the rules. Returns whether the job certainly hangs.
 
         A job that waits for ranks of other nodes does not: they may start minutes later.
         """

@@ -27,17 +27,15 @@ from ddpdoctor.system.proc import pause, readable, until
 # -- pass the job's stderr through, unchanged, and print ddpdoctor's lines between its lines
 
 
-MAX_TAIL = 1 << 20  # Number of bytes at the end of the job's stderr that are kept
+MAX_TAIL = 1 << 20  # Bytes kept from the end of the job's stderr
 
 _OUT = 2
 _CHUNK = 1 << 16
-_LINE_TIMEOUT = (
-    1.0  # Seconds that ddpdoctor's line waits for the job to complete its own, in a pipe
-)
+_LINE_TIMEOUT = 1.0  # Seconds for the job to complete its line before ours, in a pipe
 
 
 def _is_one_file(one: int, other: int) -> bool:
-    """Return whether two descriptors are of one pipe or file, as with ``2>&1``."""
+    """Return whether two descriptors refer to the same pipe or file, as with ``2>&1``."""
     try:
         first, second = os.fstat(one), os.fstat(other)
     except OSError:
@@ -46,10 +44,10 @@ def _is_one_file(one: int, other: int) -> bool:
 
 
 def _ends_line(file: int) -> bool:
-    """Return whether a file that ends here, or is empty, ends a line.
+    """Return whether a file is empty or ends with a whole line.
 
-    What is in a pipe is unknown: an empty line is better than a finding after half a line of the
-    job's stdout.
+    The content of a pipe is unknown: an empty line is better than a finding after half a line of
+    the job's stdout.
     """
     try:
         size = os.fstat(file).st_size
@@ -111,14 +109,14 @@ class Passthrough:
                 fcntl.ioctl(source, termios.TIOCSWINSZ, size)
 
     def start(self) -> None:
-        """Start the thread, once the child has its end."""
+        """Start the thread once the child has its end."""
         os.close(self.child_end)
         self._thread.start()
 
     def finish(self, timeout: float | None) -> None:
         """Wait until all output so far is written, for at most ``timeout`` seconds.
 
-        With None, wait as long as the reader needs, as the job itself would have.
+        With None, wait as long as the reader needs, as the job itself would.
         """
         if self._thread.is_alive():
             self._drained.clear()
@@ -127,7 +125,7 @@ class Passthrough:
             over = float("inf") if timeout is None else timeout
             until(lambda: self._drained.is_set() or not self._thread.is_alive(), over)
         if not self._thread.is_alive():
-            # There was no job, or the thread has failed: only ddpdoctor's own lines are left.
+            # Without a job, or after the thread failed, only ddpdoctor's own lines are left.
             while self._pending:
                 self._write(self._pending.popleft()[1])
 
@@ -164,7 +162,7 @@ class Passthrough:
         try:
             self._carry_all()
         except Exception:
-            # The job must not wait for a reader, whatever has failed.
+            # The job must not wait for a reader, whatever fails.
             while self._source is not None:
                 if readable([self._source], _LINE_TIMEOUT / 4):
                     self._take(self._write)
@@ -244,10 +242,10 @@ class Passthrough:
             self._write(self._pending.popleft()[1])
 
     def _fresh_line(self) -> bytes:
-        """Return what moves a terminal's cursor to an empty line.
+        """Return the characters that move a terminal's cursor to an empty line.
 
-        Blanks of a line's width wrap only if the cursor was not at the left edge. Where the cursor
-        is, is unknown: output to stdout moves it, too.
+        A line's width of blanks wraps only if the cursor was not at the left edge. Its position is
+        unknown, since output to stdout moves it, too.
         """
         if not self._stdout_shares and self._line_start:
             return b""
@@ -303,9 +301,8 @@ def is_interactive_shell(argv: Sequence[str]) -> bool:
 def is_orphaned_group(group: int, without: Collection[int]) -> bool:
     """Return whether no process of this session would continue a stopped process group of it.
 
-    That is the case if no member has a parent outside the group and in its session, such as a
-    shell. The kernel does not let a terminal stop such a group. Parents in ``without`` do not
-    count.
+    This holds if no member has a parent in the session but outside the group, such as a shell. The
+    kernel does not let a terminal stop such a group. Parents in ``without`` are ignored.
     """
     every = {process.pid: process for process in processes.listed()}
     parents = {each.parent for each in every.values() if each.group == group} - set(without)
@@ -319,7 +316,7 @@ def is_orphaned_group(group: int, without: Collection[int]) -> bool:
 # -- signals for the job
 
 
-HANGUP_GRACE = 4.0  # Most seconds of grace when the terminal is closed
+HANGUP_GRACE = 4.0  # Maximum seconds of grace when the terminal is closed
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _TO_GROUP = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGWINCH)
@@ -329,8 +326,8 @@ _TO_GROUP = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGWINCH)
 class JobSignals:
     """The signal handlers of this process.
 
-    On a terminal the job shares this process's group, which is what a shell calls a job. Otherwise
-    it has its own session, and a signal to this process does not reach it.
+    On a terminal the job shares this process's group, so the shell treats both as one job.
+    Otherwise it has its own session, and a signal to this process does not reach it.
     """
 
     def __init__(
@@ -353,10 +350,11 @@ class JobSignals:
         self.received: set[int] = set()  # Signals that ask the job to end
         self.deadline: float | None = None  # Monotonic time in seconds by which the job has to end
         self._started = False
-        self._unsent: list[int] = []  # Signals that came before the job's command started
+        self._unsent: list[int] = []  # Signals that arrived before the job's command started
         self._records: list[SignalRecord] = []
         self._interrupts = 0
-        """Number of Ctrl-C. Python calls a handler once for several that arrive together."""
+        """Number of Ctrl-C presses. Python calls a handler once for several that arrive together.
+        """
         self._woken, self._wake = os.pipe()
         for end in (self._woken, self._wake):
             os.set_blocking(end, False)
@@ -388,13 +386,13 @@ class JobSignals:
             os.write(self._wake, b"w")
 
     def drain(self) -> None:
-        """Empty the pipe that has woken the loop, and count Ctrl-C."""
+        """Empty the pipe that woke the loop, and count Ctrl-C presses."""
         with contextlib.suppress(BlockingIOError):
             # One byte for each signal: its number.
             self._interrupts += os.read(self._woken, 4096).count(signal.SIGINT)
 
     def started(self) -> None:
-        """Send the job's command, which has just started, the signals that came before."""
+        """Send the signals that arrived earlier to the job's command, which has just started."""
         self._started = True
         while self._unsent:
             self._send(self._unsent.pop(0))
@@ -409,7 +407,7 @@ class JobSignals:
         return [self._records.pop(0) for _ in range(len(self._records))]
 
     def asked_again(self) -> bool:
-        """Return whether Ctrl-C came a second time. The job's time is over then."""
+        """Return whether Ctrl-C was pressed a second time, which ends the job's grace period."""
         repeated = self._interrupts > 1 and self.deadline is not None
         if repeated:
             self._interrupts = 1
@@ -419,8 +417,8 @@ class JobSignals:
     def suspend(self, number: int) -> float:
         """Stop the whole job and this process, because signal ``number`` stopped the job's command.
 
-        They continue when this process is continued, as by a shell's ``fg``. Return the seconds for
-        which it was stopped.
+        They continue when this process does, for example by a shell's ``fg``. Return the duration
+        of the stop in seconds.
         """
         if self.group is None:
             return 0.0
@@ -438,7 +436,7 @@ class JobSignals:
         for process in stopped:
             processes.send(process, signal.SIGCONT)
         with contextlib.suppress(ProcessLookupError):
-            # The job was meant, even if only this process was continued.
+            # The signal was meant for the job, even if only this process was continued.
             os.kill(self._keepers.pid, signal.SIGCONT)
         return seconds
 

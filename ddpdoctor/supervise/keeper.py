@@ -50,16 +50,12 @@ NAME = "ddp-keeper"
 """The name of a keeper in the kernel, so that `killall python` does not reach it."""
 
 TERM_TIMEOUT = 4.0  # Seconds between SIGTERM and SIGKILL once the supervisor is gone
-OTHER_KEEPER_TIMEOUT = (
-    7.0  # Seconds for the second keeper to end the job. After that the first one does.
-)
-KILL_TIMEOUT = (
-    60.0  # Seconds in which a keeper repeats SIGKILL, for processes in uninterruptible sleep
-)
+OTHER_KEEPER_TIMEOUT = 7.0  # Seconds for the second keeper to end the job before the first one does
+KILL_TIMEOUT = 60.0  # Seconds of repeated SIGKILL, for processes in uninterruptible sleep
 STANDBY_INTERVAL = 0.5  # Seconds between two listings of the job's processes by the standby
 
 SIGNAL_MEMORY = 2.0
-"""Least seconds that a signal stays pending in the sentinel; the most are twice that."""
+"""Minimum seconds that a signal stays pending in the sentinel. The maximum is twice that."""
 
 END = "end"  # Follows the words of the command, each of which ends with a null byte
 
@@ -109,14 +105,14 @@ class Keeper:
                 sentinel()
         self.report(f"pids {self._other} {os.getpid()} {pid}")
         if os.fork() == 0:
-            # In the child, because the parent may be killed before it can.
+            # Done in the child, because the parent may be killed first.
             self._shared[:] = struct.pack("q", os.getpid())
             command()
 
     def keep(self) -> None:
-        """Wait for the supervisor's end. Then end the job."""
+        """Wait for the end of the supervisor, then end the job."""
         poller = select.poll()
-        # The end of the other side is always reported.
+        # ``POLLHUP`` is always reported.
         poller.register(self._supervisor, 0)
         poller.register(self._woken, select.POLLIN)
         ready: dict[int, int] = {}
@@ -136,7 +132,7 @@ class Keeper:
         processes.end(job, soft=TERM_TIMEOUT, idle=self._idle)
         deadline = time.monotonic() + KILL_TIMEOUT
         while self._reap() and time.monotonic() < deadline:
-            # Every child that is left belongs to the job.
+            # Every remaining child belongs to the job.
             processes.end(job, soft=0.0, idle=self._idle)
 
     def report(self, line: str) -> None:
@@ -146,7 +142,7 @@ class Keeper:
 
     @property
     def _job(self) -> int:
-        """The pid of the job's command; 0 if not started."""
+        """The pid of the job's command. 0 if not started."""
         return int(struct.unpack("q", self._shared[:])[0])
 
     def _check_command(self) -> None:
@@ -214,8 +210,8 @@ def _start(
     if second:
         _let_go(begun)
         return Keeper(run_id, supervisor, reports, shared, second, below=True)
-    # Whoever kills the supervisor's process group must not reach the keepers. On a terminal they
-    # keep the session, in which the job's command has to stay.
+    # A signal to the supervisor's process group must not reach the keepers. On a terminal they stay
+    # in its session, because the job's command has to.
     if group:
         os.setpgid(0, 0)
     else:
@@ -269,10 +265,10 @@ def _let_go(begun: int) -> None:
 
 
 def _hold_signals(supervisor: int) -> NoReturn:
-    """Be the sentinel: a member of the job's process group that blocks all signals.
+    """Act as the sentinel: a member of the job's process group that blocks all signals.
 
     Signals that were sent to the group stay pending here, where the supervisor sees them. So it
-    does not send the job a second time what the job has already received.
+    does not send the job a signal that the job has already received.
     """
     poller = select.poll()
     poller.register(supervisor, 0)
@@ -285,7 +281,7 @@ def _hold_signals(supervisor: int) -> NoReturn:
 
 
 def standby(run_id: str, supervisor: int) -> None:
-    """Remember the processes below the supervisor, and end them when the supervisor is gone."""
+    """Track the processes below the supervisor, and end them when the supervisor is gone."""
     proc.set_name(NAME)
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     above = os.getppid()

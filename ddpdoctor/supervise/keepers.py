@@ -14,7 +14,7 @@ from ddpdoctor.run.names import MARK
 from ddpdoctor.supervise import keeper
 from ddpdoctor.system import proc
 
-MAX_STANDBYS = 10  # Standbys that are started in one run, if each ends at once
+MAX_STANDBYS = 10  # Maximum number of standbys started in a run
 
 
 class Keepers:
@@ -30,7 +30,7 @@ class Keepers:
         self._above: subprocess.Popen[bytes] | None = None
         self._below = 0
         self.sentinel = 0
-        """The pid of a process in the job's process group that holds signals; 0 for none."""
+        """The pid of a process in the job's process group that holds signals. 0 for none."""
         self.pid = 0  # The pid of the job's command
         self.status: int | None = None  # Its exit status once it has ended, negative for a signal
         self._standby: subprocess.Popen[bytes] | None = None
@@ -81,12 +81,12 @@ class Keepers:
 
     @property
     def descriptor(self) -> int:
-        """Readable when there are reports; -1 when both keepers are gone."""
+        """The pipe of the reports. -1 when both keepers are gone."""
         return self._reports
 
     @property
     def pids(self) -> frozenset[int]:
-        """The helper processes that live, none of which is the job's."""
+        """The living helper processes, none of which belongs to the job."""
         standby = self._standby.pid if self._standby is not None else 0
         return self.parents | frozenset({self.sentinel, standby} - {0})
 
@@ -127,7 +127,7 @@ class Keepers:
         return stopped
 
     def reaped(self, pid: int, status: int) -> None:
-        """Take in the end of a child: a keeper, the standby, or the command itself."""
+        """Handle the end of a child: a keeper, the standby, or the command itself."""
         if pid == self.pid and self.status is None:
             # Both keepers were killed, so this process became its parent.
             self.status = os.waitstatus_to_exitcode(status)
@@ -165,9 +165,9 @@ class Keepers:
         return bool(self.sentinel) and number in proc.pending(self.sentinel)
 
     def dismiss(self, idle: Callable[[float], None]) -> None:
-        """Close the supervisor's pipe and wait for the keepers to end what is left of the job.
+        """Close the supervisor's pipe and wait for the keepers to end the rest of the job.
 
-        ``idle`` waits so many seconds, and reaps children.
+        ``idle`` waits for some seconds and reaps children.
         """
         if self._pipe < 0:
             return
@@ -184,7 +184,7 @@ class Keepers:
 
 
 def _not_started(why: str) -> DoctorError:
-    """Return the error of a job that did not run, for no fault of its command."""
+    """Return the error for a job that did not run although its command is valid."""
     return DoctorError(f"the job was not started: {why}", "start it again", INTERNAL)
 
 

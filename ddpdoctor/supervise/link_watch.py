@@ -15,18 +15,19 @@ from ddpdoctor.system import proc
 from ddpdoctor.system.network import Traffic, traffic
 
 RECENT_STEPS = 64
-MIN_WAIT = 0.5  # The share of these steps for which ranks wait
+MIN_WAIT = 0.5  # Minimum share of these steps that ranks spend waiting
 FIRST_WINDOW, MAX_WINDOW = 5.0, 300.0  # Seconds. Each window is twice as long as the one before.
-MIN_SENT = 64 << 10  # Bytes in a window, without which a link is not recorded
-MAX_LINKS = 16  # Links of a window that are recorded, those with the most bytes
+MIN_SENT = 64 << 10  # Minimum bytes in a window for a link to be recorded
+MAX_LINKS = 16  # Maximum number of recorded links per window, those with the most bytes
 
 MIN_BUSY = 0.5
-"""The share of a window in which a full connection has data on the way."""
+"""Minimum share of a window in which a full connection has data in flight."""
 
 MIN_RATE = 0.25
-"""How fast a full connection sends while data are on the way, as a share of the kernel's estimate
-of what the path delivers. One that mostly waits for acknowledgements of small messages is far
-below."""
+"""Minimum rate of a full connection while data are in flight, as a share of the rate that the
+kernel estimates for the path. One that mostly waits for acknowledgements of small messages is far
+below.
+"""
 
 
 class LinkWatch:
@@ -75,7 +76,7 @@ class LinkWatch:
 
 
 def _wait(ranks: Sequence[Rank]) -> bool:
-    """Return whether ranks wait for most of their newest steps, as far as that is measured."""
+    """Return whether ranks wait for most of their newest steps, as far as measured."""
     steps = [step for rank in ranks for step in rank.steps[-RECENT_STEPS:]]
     steps = [step for step in steps if step.split] or steps
     total = sum(step.total for step in steps)

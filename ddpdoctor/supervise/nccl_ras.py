@@ -32,7 +32,7 @@ from ddpdoctor.system.proc import PROC, sockets
 
 PORT = 28028  # The port of RAS, unless ``NCCL_RAS_ADDR`` names another one
 
-PROCESS_TIMEOUT = 2  # Seconds in which a process has to answer another one
+PROCESS_TIMEOUT = 2  # Seconds for a process to answer another one
 
 RAS_TIMEOUT = 9.0
 """Seconds to wait for RAS, which takes `PROCESS_TIMEOUT` and 5 more if a process is silent."""
@@ -40,13 +40,15 @@ RAS_TIMEOUT = 9.0
 MAX_ANSWER = 4 << 20  # Bytes of an answer
 
 MAX_JSON_RANKS = 256
-"""Ranks up to which JSON is asked for. JSON has an entry for each rank, text only outliers."""
+"""Maximum number of ranks for which JSON is requested. JSON has an entry for each rank, text only
+outliers.
+"""
 
 _MAX_LINE = 1024
 _CONNECT_TIMEOUT = 1.0
-_MAX_CONNECTIONS = 8  # Connections until one is with a process of this job
+_MAX_CONNECTIONS = 8  # Maximum number of connections tried until one is with a process of this job
 
-_MAX_KEPT = 64  # Ranks, groups or communicators that are kept
+_MAX_KEPT = 64  # Maximum number of ranks, groups or communicators kept
 
 _ERRORS = (
     *("", "Unhandled CUDA error", "System error", "Internal error", "Invalid argument"),
@@ -63,13 +65,13 @@ class Answer(NamedTuple):
 
 
 class RasError(Exception):
-    """There is no answer; ``str`` says why, and is empty where no RAS listens."""
+    """There is no answer. ``str`` says why, and is empty if no RAS listens."""
 
 
 def asked(run: Run) -> Callable[[], Ras | None]:
     """Ask RAS in a thread, if a rank of this machine uses NCCL.
 
-    Return a function that waits for the answer, `RAS_TIMEOUT` at most, or gives None without RAS.
+    Return a function that waits up to `RAS_TIMEOUT` for the answer. It returns None without RAS.
     """
     here = namespace()
     pids = [
@@ -105,7 +107,7 @@ def _ask(pids: Sequence[int], world: int) -> Ras | None:
 
 
 def address(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Return where the RAS of a process with this environment listens, None if it is off."""
+    """Return the address of RAS for a process with this environment. None if it is off."""
     if environ.get("NCCL_RAS_ENABLE", "1") == "0":
         return None
     host, _, port = environ.get("NCCL_RAS_ADDR", f"localhost:{PORT}").rpartition(":")
@@ -265,7 +267,7 @@ def _communicator(found: Mapping[str, Any]) -> RasCommunicator:
 
 
 def _status(status: Mapping[str, Any]) -> str:
-    """Return the word that the text has for a status."""
+    """Return the word for a status in the text format."""
     if status.get("abort_flag"):
         return "ABORT"
     if status.get("finalize_called") or status.get("destroy_flag"):
@@ -337,7 +339,7 @@ class _TextReader:
     """Reads an answer line by line."""
 
     def __init__(self) -> None:
-        self.many: dict[int, int] = {}  # How many communicators each group has, by its number
+        self.many: dict[int, int] = {}  # Number of communicators in each group, by its number
         self.found: dict[str, _Section] = {}
         self.silent: list[RasProcess] = []
         self._sizes: dict[int, int] = {}
@@ -388,7 +390,7 @@ class _TextReader:
 
 
 def _value(found: re.Match[str]) -> str:
-    """Return what a line says of ranks: a number, a status or an error."""
+    """Return a line's value for ranks: a number, a status or an error."""
     launched, none, status, error = found.groups()[1:]
     return launched[:18] if launched else "0" if none else (status or error)[:64]
 

@@ -32,7 +32,7 @@ main(sys.argv[1:])
 _PACKAGES = str(Path(__file__).parents[2])
 
 JOIN_TIME = 0.5
-"""Seconds after which ranks of this node that join the same process group have done so."""
+"""Seconds after which all ranks of this node have joined a process group."""
 
 MEETING = "nodes"  # The file of the meeting in a run directory
 
@@ -69,7 +69,7 @@ class NodeLink:
             if chosen is not None
             else None
         )
-        """Where nodes meet whose ranks have no store that other processes can use."""
+        """The meeting point of nodes whose ranks have no store that other processes can use."""
         self._launcher = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._output = b""
@@ -85,7 +85,7 @@ class NodeLink:
 
     @property
     def pids(self) -> set[int]:
-        """The exchange, which is no process of the job."""
+        """The exchange, which is not a process of the job."""
         return {self._process.pid} if self._process is not None else set()
 
     @property
@@ -101,7 +101,7 @@ class NodeLink:
         return self._state.hangs
 
     def look(self, run: Run) -> None:
-        """Take in a snapshot of the run."""
+        """Process a snapshot of the run."""
         restart = run.restarts[-1]
         own = [rank for rank in run.attempt(restart) if not rank.elsewhere]
         store = next(filter(None, (rank.records.first(StoreRecord) for rank in own)), None)
@@ -114,20 +114,20 @@ class NodeLink:
             self._sent.add(restart)
             self._send_joined(restart, own, store)
         elif self._process is not None and own and len(own) == own[0].opened.world_size:
-            # The last ranks came late, and all are here.
+            # The last ranks joined late, and all are on this node.
             self.close()
         if not self._read():
             self._change(State())
 
     def _send_joined(self, restart: int, own: list[Rank], store: StoreRecord) -> None:
-        # The journals of other ranks may not be there yet.
+        # The journals of other ranks may not exist yet.
         began = min(rank.opened.time for rank in own if rank.opened.time)
         world_size = max(rank.opened.world_size for rank in own)
         leads = any(rank.rank == 0 for rank in own)
         self._send(restart, world_size, began, store, leads=leads)
 
     def _look_at_start(self) -> None:
-        """Look at the processes that are to become ranks. One may never join the others."""
+        """Check the processes that will become ranks. One may never join the others."""
         declared = [each for each in read_declared(self._directory) if each.store is not None]
         for each in declared[-1:]:
             store = each.store
@@ -168,7 +168,7 @@ class NodeLink:
                 process.stdin.flush()
 
     def _read(self) -> bool:
-        """Read what the exchange says about the link. Return False once it has ended."""
+        """Read the exchange's messages about the link. Return False once it has ended."""
         process = self._process
         if process is None or process.stdout is None:
             return False
@@ -191,9 +191,9 @@ class NodeLink:
             self._note(f"lost the link to {before.host}: this node's ranks are judged alone")
 
     def end(self, status: int | None, *, hangs: bool = False) -> None:
-        """Let the exchange send or take the last records, and wait for its end.
+        """Let the exchange send or receive the last records, and wait for its end.
 
-        ``hangs`` says that the command was ended because the job hangs.
+        ``hangs`` means that the command was ended because the job hangs.
         """
         process = self._process
         if process is None:

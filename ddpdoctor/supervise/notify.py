@@ -1,7 +1,7 @@
 """``--notify``: send important findings and the end of the job to a webhook or a command.
 
-Each target has a thread, so that no target waits for another, and the job for none. The end of the
-run waits a second for them.
+Each target has its own thread, so neither other targets nor the job wait for it. The end of the run
+waits a second for them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from ddpdoctor.system.proc import pause, until
 if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
 
-SEND_TIMEOUT = 10.0  # Seconds for a target to take one message
+SEND_TIMEOUT = 10.0  # Seconds for a target to accept a message
 RETRY_DELAY = 1.0  # Seconds before the second and last attempt
-LAST_TIMEOUT = 1.0  # Most seconds that the end of the run waits for unsent messages
+LAST_TIMEOUT = 1.0  # Maximum seconds that the end of the run waits for unsent messages
 
 _SHELL = '(eval "$1") >/dev/null 2>&1; echo $?'
 """Prints the exit status, because the supervisor may reap the child before `subprocess` does."""
@@ -42,7 +42,7 @@ _SHELL = '(eval "$1") >/dev/null 2>&1; echo $?'
 class Notifications:
     """Send findings at error level, their withdrawal, and the end of the job to the targets.
 
-    ``say`` prints, from another thread, that a target cannot be reached.
+    ``say`` prints that a target cannot be reached. It is called in another thread.
     """
 
     def __init__(self, command: Command, say: Callable[[str], None]) -> None:
@@ -52,12 +52,12 @@ class Notifications:
 
     @property
     def pids(self) -> set[int]:
-        """The commands that run now with their descendants, none of which is the job's."""
+        """The running commands and their descendants, none of which belongs to the job."""
         running = {each.pid for each in self._targets if each.pid}
         return running | processes.below(running) if running else running
 
     def news(self, run: Run | None, events: Iterable[Event]) -> None:
-        """Send the findings that were just reported or withdrawn."""
+        """Send findings that were just reported or withdrawn."""
         for event in events if self._targets else ():
             finding = event.finding if isinstance(event, Reported) else event.reported.finding
             if finding.severity < Severity.ERROR:
@@ -72,7 +72,7 @@ class Notifications:
                 self._send("withdrawn", run, in_words(event), finding=to_record(finding))
 
     def end(self, run: Run | None, status: int, found: list[Finding]) -> None:
-        """Send that the job has ended, and wait for unsent messages, `LAST_TIMEOUT` at most."""
+        """Send the end of the job, and wait up to `LAST_TIMEOUT` for unsent messages."""
         if not self._targets:
             return
         how = next(reporter.summary_lines(run)) if run is not None else f"exit status {status}"
@@ -80,7 +80,7 @@ class Notifications:
         self.close(LAST_TIMEOUT)
 
     def close(self, seconds: float) -> None:
-        """Wait for unsent messages, ``seconds`` at most."""
+        """Wait up to ``seconds`` for unsent messages."""
         deadline = time.monotonic() + seconds
         for target in self._targets:
             target.close(max(0.0, deadline - time.monotonic()))
@@ -104,16 +104,16 @@ class _Target:
         self._messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._serve, name="ddpdoctor-notify", daemon=True)
         self._failed = False
-        self.pid = 0  # The pid of the command that runs now; 0 for none
+        self.pid = 0  # The pid of the running command. 0 for none
 
     def put(self, message: dict[str, Any]) -> None:
-        """Send a message later, without waiting."""
+        """Queue a message without waiting."""
         self._messages.put(message)
         if self._thread.ident is None:
             self._thread.start()
 
     def close(self, seconds: float) -> None:
-        """Wait until all messages are sent, ``seconds`` at most."""
+        """Wait up to ``seconds`` until all messages are sent."""
         self._messages.put(None)
         if self._thread.ident is not None:
             until(lambda: not self._thread.is_alive(), seconds)
@@ -134,7 +134,7 @@ class _Target:
                 self._say(f"warning: --notify {name}: {trouble}; the job goes on")
 
     def _attempt(self, message: dict[str, Any]) -> str:
-        """Send a message. Returns why that failed, or an empty string."""
+        """Send a message. Returns the reason of a failure, or an empty string."""
         try:
             return self._post(message) if is_url(self._target) else self._call(message)
         except Exception as error:

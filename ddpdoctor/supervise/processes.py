@@ -37,7 +37,7 @@ class Process(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What identifies the processes of one job.
+    """Identifies the processes of one job.
 
     Attributes:
         run_id: The value of their `MARK`, or its beginning.
@@ -114,13 +114,13 @@ def _is_marked(pid: int, run_id: str) -> bool:
 def end(
     job: Job, *, patience: float = 0.0, soft: float = 3.0, idle: Callable[[float], None] = pause
 ) -> list[str]:
-    """End every process of a job. Return descriptions of those that had to be ended.
+    """End every process of a job. Return descriptions of those that did not end by themselves.
 
     Args:
         job: The job.
         patience: Seconds in which they may end by themselves.
         soft: Seconds between SIGTERM and SIGKILL.
-        idle: Waits so many seconds. Reaps children where the caller is their parent.
+        idle: Waits for some seconds, and reaps children if the caller is their parent.
     """
     left = job.processes()
     deadline = time.monotonic() + patience
@@ -136,7 +136,7 @@ def end(
         left = job.processes()
     deadline = time.monotonic() + 2.0
     while left and time.monotonic() < deadline:
-        # List them again each time: one may start while its parent is killed.
+        # List them again each time: one may start while its parent is being killed.
         for process in left:
             send(process, signal.SIGKILL)
         idle(0.05)
@@ -145,7 +145,7 @@ def end(
 
 
 def send(process: Process, number: int) -> bool:
-    """Signal a process, and never another one with its pid. Returns whether it was there."""
+    """Signal a process, but never another one with its pid. Returns whether it existed."""
     try:
         descriptor = os.pidfd_open(process.pid)
     except ProcessLookupError:

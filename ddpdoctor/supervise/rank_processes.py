@@ -1,4 +1,4 @@
-"""Watch the processes of ranks: when and how each ended, what it left behind, which lack the probe.
+"""Watch the processes of ranks: their ends, their leftover children, and a missing probe.
 
 The kernel's log and the cgroup's counter show whether the out-of-memory killer ended a process. The
 probe is loaded by the ``sitecustomize`` of a folder on PYTHONPATH. It is not loaded with ``-S``,
@@ -34,7 +34,7 @@ _KILLED = re.compile(r"Killed process (\d+)")
 
 
 def _cgroup_counters() -> dict[str, int]:
-    """Return how many processes the OOM killer ended in each memory cgroup of this process."""
+    """Return the number of OOM kills in each memory cgroup of this process."""
     counters: dict[str, int] = {}
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -63,7 +63,7 @@ def _cgroup_counters() -> dict[str, int]:
 
 
 class OomWatch:
-    """Compare the counters at the start of the job with those when a process was killed."""
+    """Compare the counters at the start of the job with those after a kill."""
 
     def __init__(self) -> None:
         self._before = _cgroup_counters()
@@ -76,7 +76,7 @@ class OomWatch:
         self._killed: set[int] = set()
 
     def verdict(self, pid: int) -> str:
-        """Return what shows that the killer ended ``pid``: ``kernel``, ``cgroup``, or nothing."""
+        """Return the evidence that the killer ended ``pid``: ``kernel``, ``cgroup``, or nothing."""
         if self.in_log(pid):
             return "kernel"
         after = _cgroup_counters()
@@ -130,7 +130,7 @@ class RankWatch:
     """Follow the rank processes of a run by their pidfds.
 
     A rank is torchrun's child, not ours. So its exit status is read from its zombie, between its
-    end and torchrun's ``wait``. If that is too late, the status stays unknown.
+    end and torchrun's ``wait``. If that is too late, the status remains unknown.
     """
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class RankWatch:
         return list(self._watched)
 
     def follow(self, run: Run) -> Iterator[RankExitRecord]:
-        """Watch the ranks that are new in ``run``. Yield records of those that have ended."""
+        """Watch the new ranks in ``run``. Yield records of those that have ended."""
         for rank in run.ranks:
             key = (rank.rank, rank.restart)
             if key in self._known or rank.status is None:
@@ -200,7 +200,7 @@ class RankWatch:
         return _exit_record(watched.rank, watched.restart, watched.pid, status, oom)
 
     def end_leftovers(self, keepers: Iterable[int]) -> None:
-        """End the processes of dead ranks that have not ended in time.
+        """End processes of dead ranks that have not ended in time.
 
         The keepers or the supervisor adopt them. A rank's worker keeps the rank's session. A
         program that the job put in the background on purpose has another session.
@@ -230,7 +230,7 @@ class RankWatch:
 
 
 def _exit_record(rank: int, restart: int, pid: int, status: int | None, oom: str) -> RankExitRecord:
-    """Return the record of a rank's end. ``status`` is None if it is unknown."""
+    """Return the record of a rank's end. ``status`` is None if unknown."""
     return RankExitRecord(
         time=time.time_ns(), rank=rank, restart=restart, pid=pid, status=status, oom=oom
     )
@@ -244,7 +244,7 @@ _BARE_OPTIONS = "SIE"  # Options of Python that keep it from loading the probe
 _WITH_VALUE = "WX"
 _NO_PYTHON = ("--no-python", "--no_python")
 _LAST_OPTIONS = "cm"  # Options that are followed by the program
-_MAX_PROCESSES = 4096  # Processes of a job that are examined at most
+_MAX_PROCESSES = 4096  # Maximum number of examined processes of a job
 
 
 def bare_option(words: Sequence[str], through_torchrun: bool = False) -> str:

@@ -1,6 +1,6 @@
-"""Watch the run directory while the job lives: write records, examine the ranks, report findings.
+"""Watch the run directory while the job runs: write records, examine the ranks, report findings.
 
-Also write run.json and the files that show the live run to other commands, and prepare the job's
+Also write run.json and the files by which other commands find the live run, and prepare the job's
 environment.
 """
 
@@ -86,12 +86,12 @@ def run_manifest(directory: Path, command: Command, debugging: Debugging | None)
 # -- files of the run directory that show the live run
 
 
-MAX_SHOWN = 64 << 10  # Number of bytes at the end of the job's stderr that are shown
+MAX_SHOWN = 64 << 10  # Bytes shown from the end of the job's stderr
 SHOW_INTERVAL = 1.0  # Seconds between two writes of them
 
 
 class Showing:
-    """Show other commands the end of the job's stderr while the job runs."""
+    """Provide the end of the job's stderr to other commands while the job runs."""
 
     def __init__(self, directory: Path, passthrough: Passthrough) -> None:
         self._file = directory / rundir.STDERR_SO_FAR
@@ -100,7 +100,7 @@ class Showing:
         self._shown = 0
 
     def update(self, *, at_once: bool = False) -> None:
-        """Show the job's new output, at most once a second unless ``at_once``."""
+        """Write the job's new output, at most once a second unless ``at_once``."""
         now, carried = time.monotonic(), self._passthrough.carried
         if carried == self._shown or (now < self._due and not at_once):
             return
@@ -110,13 +110,13 @@ class Showing:
             rundir.put(self._file, self._passthrough.last(MAX_SHOWN))
 
     def end(self) -> None:
-        """Remove the file, after the end of stderr has its final one."""
+        """Remove the file, once the end of stderr is in its final file."""
         with contextlib.suppress(OSError):
             self._file.unlink(missing_ok=True)
 
 
 def keep_stderr(directory: Path, passthrough: Passthrough) -> None:
-    """Keep the end of the job's stderr, which the verdict of a crash may depend on."""
+    """Keep the end of the job's stderr, which the diagnosis of a crash may need."""
     with contextlib.suppress(OSError):
         rundir.put(directory / rundir.STDERR, bytes(passthrough.tail))
 
@@ -124,8 +124,8 @@ def keep_stderr(directory: Path, passthrough: Passthrough) -> None:
 # -- the watch of a run
 
 EXAMINE_INTERVAL = 5.0  # Seconds between two examinations of a job without events
-MAX_EXAMINE_SHARE = 0.1  # Most of a core that these examinations may use
-KILL_GRACE = 5.0  # Most seconds of grace for a job that hangs
+MAX_EXAMINE_SHARE = 0.1  # Maximum share of a core for these examinations
+KILL_GRACE = 5.0  # Maximum seconds of grace for a job that hangs
 SETTLE_TIME = 0.7  # Seconds for the other ranks' records to arrive after an event
 
 _DEBUGGER, _DEBUGGER_END = "the debugger", "the end of the debugger"
@@ -136,7 +136,9 @@ _SOURCE = "the check of the code"
 
 
 class RunWatch:
-    """Watch one run. An error in one part ends that part, and the job and all other parts go on.
+    """Watch one run.
+
+    An error in one part ends only that part. The job and all other parts continue.
 
     The arguments are those of the supervisor, with its keepers and signals.
     """
@@ -184,7 +186,7 @@ class RunWatch:
     # -- the beginning
 
     def open(self) -> None:
-        """Make the files of the run."""
+        """Create the files of the run."""
         directory = self._directory
         if directory is None:
             return
@@ -220,7 +222,7 @@ class RunWatch:
         self._stop_watching()
 
     def _stop_watching(self) -> None:
-        """Stop all parts, and let the job run."""
+        """Stop all parts, but let the job run."""
         self._directory = self._reader = self._journal = self._showing = None
         self._hangs = self._stragglers = None
         self._watches = {}
@@ -232,7 +234,7 @@ class RunWatch:
             self._debugging = None
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the job. Without a run directory it is this process's own."""
+        """Return the environment of the job. Without a run directory, this is the process's own."""
         environment = dict(os.environ)
         if self._directory is None:
             return environment
@@ -248,7 +250,7 @@ class RunWatch:
         return environment | (debugging.environment() if debugging is not None else {})
 
     def started(self) -> None:
-        """Begin to watch the job, whose command has just started."""
+        """Start watching the job, whose command has just started."""
         if self._debugging is not None and self._directory is not None:
             # This chooses the label, which is part of the manifest.
             self._guarded(_DEBUGGER, self._debugging.announce, self._directory)
@@ -262,7 +264,10 @@ class RunWatch:
             self.nodes.begin(self._keepers.pid)
 
     def _begin(self, directory: Path) -> None:
-        """Write run.json and start the parts of the watch, whose imports the job does not await."""
+        """Write run.json and start the parts of the watch.
+
+        The job does not wait for their imports.
+        """
         try:
             manifest = run_manifest(directory, self._command, self._debugging)
             rundir.put(directory / rundir.MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -408,7 +413,7 @@ class RunWatch:
         return reported
 
     def _faults(self) -> Iterator[FaultRecord]:
-        """Yield the errors in ddpdoctor itself since the last call."""
+        """Yield errors in ddpdoctor itself since the last call."""
         for each in self._reporter.faults.take():
             yield FaultRecord(time=each.time, part=each.part, error=each.error, places=each.places)
 
@@ -470,12 +475,12 @@ class RunWatch:
             self._signals.end_job(min(grace, KILL_GRACE) if hang else grace)
 
     def slept(self, seconds: float) -> None:
-        """Take into account that the whole job was stopped for ``seconds``."""
+        """Account for a stop of the whole job for ``seconds``."""
         if self._hangs is not None:
             self._guarded(_HANGS, self._hangs.slept, seconds)
 
     def _new_trouble(self, run: Run) -> bool:
-        """Return whether a process has just recorded something that ends it."""
+        """Return whether a process has just recorded a fatal event."""
         records = [record for rank in run.ranks for record in rank.records] + list(run.strays)
         before = self._trouble
         self._trouble = sum(type(each) in (ErrorRecord, ExitRecord, EndRecord) for each in records)

@@ -1,4 +1,4 @@
-"""Look closer at ranks that may be slow, at their GPUs, and at what rules suspect."""
+"""Gather details about ranks that may be slow, their GPUs, and suspected differences."""
 
 from __future__ import annotations
 
@@ -36,19 +36,18 @@ from ddpdoctor.system.process_activity import CoreClocks
 
 
 MIN_STEPS, MIN_FIRST_STEPS = 8, 4
-"""Least steps after the warm-up, or in all, to suspect a rank. They are fewer than a verdict needs,
-because a job that ends soon has to be sampled before the verdict."""
+"""Minimum steps after the warm-up, or in total, to suspect a rank. A verdict needs more, but a job
+that ends soon has to be sampled before it.
+"""
 
-CHECK_INTERVAL = 1.0  # Least seconds between two checks of the steps
-MAX_CHECK_SHARE = (
-    0.1  # Most of a core that the checks may use. Checks of many ranks are less frequent.
-)
-MIN_BUSY = 0.1  # Least share of a core for a process to be named
-MAX_NAMED = 6  # Processes that are named at most
+CHECK_INTERVAL = 1.0  # Minimum seconds between two checks of the steps
+MAX_CHECK_SHARE = 0.1  # Maximum share of a core for the checks
+MIN_BUSY = 0.1  # Minimum share of a core for a process to be named
+MAX_NAMED = 6  # Maximum number of named processes
 
 
 class Stragglers:
-    """Watch the pace of the ranks, and ask for profiles through a page of the run directory."""
+    """Watch the pace of the ranks, and request profiles through a page of the run directory."""
 
     def __init__(self, page: Asking, write: Callable[[Record], None]) -> None:
         self._page = page
@@ -60,14 +59,14 @@ class Stragglers:
     def _begin(self, restart: int) -> None:
         self._restart = restart
         self._suspected: set[tuple[int, bool]] = set()
-        """Ranks that were suspected, each with whether that was by few steps."""
+        """Suspected ranks, each with whether few steps were enough."""
         self._waiting: set[int] = set()  # Ranks that have not answered yet
         self._until = 0.0
         self._before: tuple[float, dict[int, float]] | None = None
         self._clocks = CoreClocks()
 
     def look(self, run: Run) -> bool:
-        """Ask for profiles if a rank seems slow. Return whether the rules should examine them."""
+        """Request profiles if a rank seems slow. Return whether the rules should examine them."""
         if run.restarts[-1] != self._restart:
             self._begin(run.restarts[-1])
         now = time.monotonic()
@@ -78,10 +77,10 @@ class Stragglers:
         return False
 
     def ask(self, run: Run) -> None:
-        """Ask for samples if a rank seems slow.
+        """Request samples if a rank seems slow.
 
-        The rules wait for samples that were asked for. So ask before they examine the run, or their
-        finding names no line.
+        The rules wait for requested samples. So request them before the rules examine the run, or
+        their finding names no line.
         """
         now = time.monotonic()
         if run.restarts[-1] != self._restart or self._waiting or run.exit_status is not None:
@@ -183,15 +182,13 @@ def _busy(
 
 EXAMINED_STEPS = 16  # Number of steps that the ranks examine one by one
 MAX_TENSORS = 3  # Number of differing tensors whose elements the ranks write
-LEAD_TIME = (
-    0.1  # Seconds for the ranks to read the request before the end of the step that it names
-)
-MAX_OPEN = 1024  # Fingerprints that wait for those of the other ranks, at most
+LEAD_TIME = 0.1  # Seconds for the ranks to read the request before the named step ends
+MAX_OPEN = 1024  # Maximum number of fingerprints waiting for those of other ranks
 _Key = tuple[int, int, int]  # Module, step, number of forwards whose backward was reduced
 
 
 class Suspicions:
-    """Compare the fingerprints of a run as they are written, and ask for details by a page."""
+    """Compare the fingerprints of a run as they are written, and request details by a page."""
 
     def __init__(self, page: SuspicionWriter, write: Callable[[Record], None]) -> None:
         self._page = page
@@ -209,9 +206,10 @@ class Suspicions:
         self._until: float | None = None
 
     def look(self, run: Run) -> bool:
-        """Compare new fingerprints. Return whether the rules should examine the run now.
+        """Compare new fingerprints.
 
-        That is the case if the ranks have answered or the timeout is over.
+        Return whether the rules should examine the run now, because the ranks have answered or the
+        timeout is over.
         """
         if run.restarts[-1] != self._restart:
             self._begin(run.restarts[-1])
@@ -238,7 +236,7 @@ class Suspicions:
         self._page.close()
 
     def _compare(self, run: Run, rank: Rank, record: FingerprintRecord) -> None:
-        """Compare a fingerprint with those of the other ranks, if all are there."""
+        """Compare a fingerprint with those of the other ranks, once all have arrived."""
         module = record.module
         group = self._groups.get(module, {}).get(rank.rank, ())
         # Ranks of other nodes are compared by their own supervisor.
@@ -299,7 +297,7 @@ FIRST_QUERY_DELAY = 5.0  # Seconds from a rank's first complete step on a GPU to
 QUERY_INTERVAL = 60.0  # Seconds between two queries
 
 READINGS, READING_INTERVAL = 3, 0.25
-"""Number of readings of the GPUs once a rank seems slow, and seconds between two of them."""
+"""Number of readings of the GPUs once a rank seems slow, and seconds between them."""
 
 _NEVER = float("inf")
 
@@ -307,8 +305,8 @@ _NEVER = float("inf")
 class GpuWatch:
     """Query the driver in a thread, since that may take seconds, or hang with the driver.
 
-    Of other users' processes only the number is kept. Ranks in another pid namespace are skipped,
-    because their pids mean something else. ``make`` makes the reader, in that thread.
+    Only the number of other users' processes is kept. Ranks in another pid namespace are skipped,
+    because their pids mean something else. ``make`` creates the reader in that thread.
     """
 
     def __init__(
@@ -402,7 +400,7 @@ class GpuWatch:
     def _states(
         self, held: Sequence[HeldMemory], foreign: Mapping[Device, set[int]], readings: int
     ) -> Iterator[GpuState]:
-        """Yield the state of the GPUs on which ranks hold memory, by several readings."""
+        """Yield the state of the GPUs on which ranks hold memory, from several readings."""
         assert self._reader is not None
         users = {device: [each for each in held if each.gpu == device.index] for device in foreign}
         seen: dict[Device, list[Reading]] = {device: [] for device in foreign if users[device]}

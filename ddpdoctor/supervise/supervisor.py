@@ -95,7 +95,7 @@ class Supervisor:
         status = self._finish(self._keepers.status)
         self._guarded("the end of the job's processes", self._keepers.dismiss, self._idle)
         self._guarded(_WATCH_END, self._watch.close)
-        # A run that was asked to end does so, even if its stderr is not read any more.
+        # A run that was asked to end does so, even if its stderr is no longer read.
         patience = 1.0 if self._signals.received else None
         self._guarded("the job's stderr", self._passthrough.finish, patience)
         return status
@@ -118,10 +118,10 @@ class Supervisor:
         self._guarded(_WATCH, self._watch.started)
 
     def _turn(self, ready: list[int]) -> list[int]:
-        """Do what is due, first for the job's processes, and wait for more.
+        """Do all due work, first for the job's processes, and wait for more.
 
-        Take the descriptors of the watch that the last turn found readable. Return those of this
-        one.
+        The argument and the result are the watch's readable descriptors in the last turn and in
+        this one.
         """
         self._reap()
         stopped = self._keepers.poll()
@@ -185,7 +185,7 @@ class Supervisor:
         )
 
     def _sweep(self) -> None:
-        """End the processes that the job left behind."""
+        """End processes that the job left behind."""
         # A job that was asked to stop has had its grace period.
         patience = LEFTOVER_TIMEOUT / 4 if self._signals.received else LEFTOVER_TIMEOUT
         ended = processes.end(self._job(), patience=patience, soft=3.0, idle=self._idle)

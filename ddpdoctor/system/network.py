@@ -1,4 +1,4 @@
-"""Read how fast the network takes what a process sends, and which interfaces lead nowhere."""
+"""Read the speed of a process's connections, and find interfaces without a link."""
 
 from __future__ import annotations
 
@@ -31,20 +31,21 @@ _FOUND = struct.Struct("=BB2x4x16s16s12x16xI")
 _ATTRIBUTE = struct.Struct("=HH")
 
 _FIELDS = struct.Struct("=68xI48xQ32xQQQ")
-"""Of ``struct tcp_info`` (uapi/linux/tcp.h), whose fields never move: ``tcpi_rtt``,
-``tcpi_bytes_acked``, ``tcpi_delivery_rate``, ``tcpi_busy_time``, ``tcpi_rwnd_limited``."""
+"""Fields of ``struct tcp_info`` (uapi/linux/tcp.h), which never move: ``tcpi_rtt``,
+``tcpi_bytes_acked``, ``tcpi_delivery_rate``, ``tcpi_busy_time``, ``tcpi_rwnd_limited``.
+"""
 
 
 class Traffic(NamedTuple):
-    """What a connection has sent since it was opened."""
+    """The traffic sent over a connection since it was opened."""
 
     source: str  # Its own address
-    target: str  # That of its peer
+    target: str  # Its peer's address
     rtt: float  # Smoothed round trip in seconds
     sent: int  # Bytes that the peer's kernel has acknowledged
-    rate: int  # Bytes a second at which the newest of them arrived, by the kernel's estimate
+    rate: int  # The kernel's estimate of the current rate, in bytes per second
     busy: float
-    """Seconds in which data were on the way, without those in which the peer did not read."""
+    """Seconds with data in flight, except those in which the peer did not read."""
 
 
 def traffic(inodes: Collection[int]) -> dict[int, Traffic]:
@@ -110,7 +111,7 @@ SYS = Path("/sys/class/net")
 
 
 def dead_links(sys: Path = SYS) -> tuple[str, ...]:
-    """Describe interfaces that have an address and no carrier, or say that none has an address.
+    """Describe interfaces with an address but no carrier, or say that none has an address.
 
     Bridges are left out: one without containers has no carrier.
     """
@@ -141,5 +142,5 @@ def _usable(address: str) -> bool:
 def _read(path: Path) -> str:
     try:
         return path.read_text().strip()
-    except OSError:  # Reading the carrier of an interface that was taken down is an error
+    except OSError:  # Reading the carrier of a disabled interface is an error
         return ""

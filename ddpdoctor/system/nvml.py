@@ -65,7 +65,7 @@ _THROTTLED = {
     0x40: "hardware thermal slowdown",
     0x80: "power brake",
 }
-"""Reasons that slow a GPU down. Idle and chosen clocks are none."""
+"""Reasons for a slow GPU. Idle and chosen clocks are not among them."""
 
 
 class NvmlReader:
@@ -253,7 +253,7 @@ class NvmlReader:
             import pynvml
 
             pynvml.nvmlInit()
-        except Exception as error:  # many kinds for the many ways to have no driver
+        except Exception as error:  # the errors for a missing driver are of many kinds
             self._failed(error)
             return False
         self._nvml, self._owner = pynvml, os.getpid()
@@ -502,7 +502,7 @@ def choice(environ: Mapping[str, str], gpus: Sequence[tuple[Device, tuple[str, .
 
 
 def _entries(wanted: str, gpus: Sequence[tuple[Device, tuple[str, ...]]]) -> tuple[list[int], str]:
-    """Return the GPUs of the entries before the first wrong one, and what is wrong with that."""
+    """Return the GPUs of the entries before the first wrong one, and what is wrong with it."""
     by_uuid = wanted.strip().startswith(("GPU-", "MIG-"))
     found: list[int] = []
     seen: list[str | int] = []
@@ -694,7 +694,7 @@ def _links(reader: NvmlReader, device: Device) -> tuple[bool, ...]:
     for link in range(MAX_LINKS):
         state = reader.query(device, "NvLinkState", link)
         if state is None:
-            # A missing link is "not supported", and so are all after it.
+            # A missing link is "not supported", and so are all following ones.
             break
         states.append(state == 1)
     return tuple(states)
@@ -847,7 +847,7 @@ class GpuPoll:
     def start(self) -> None:
         """Start, if this machine has the driver's library."""
         try:
-            # This calls nothing.
+            # This does not call the driver.
             ctypes.CDLL(LIBRARY)
         except OSError:
             return
@@ -869,5 +869,5 @@ class GpuPoll:
                 self._stop.wait(due - time.monotonic())
             poller.close()
         except Exception as error:
-            # Only the numbers are lost.
+            # Only the numbers are missing.
             self.failed = error

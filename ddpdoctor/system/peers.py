@@ -46,7 +46,7 @@ class Found(NamedTuple):
 
 
 def find_socket(source: tuple[object, ...], target: tuple[object, ...]) -> Found | None:
-    """Look up the socket of a connection by its own address, as of ``getsockname``, and its peer's.
+    """Look up the socket of a connection by its own address (``getsockname``) and its peer's.
 
     Return None if this network namespace has none with these addresses.
 
@@ -117,7 +117,7 @@ def user(connection: socket.socket) -> int:
     Raises:
         GoneError: The peer has closed its end.
         UnknownPeerError: It is on another machine or in another network namespace, or this system
-            cannot tell.
+            does not report it.
     """
     try:
         unix = connection.family == socket.AF_UNIX

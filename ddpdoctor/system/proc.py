@@ -179,7 +179,10 @@ def pids(proc: Path = PROC) -> list[int]:
 
 
 def zombie_status(pid: int) -> int | None:
-    """Return the exit status of a zombie: 0 to 255, or a negative signal. None if it is none."""
+    """Return the exit status of a zombie: 0 to 255, or a negative signal.
+
+    None if it is not a zombie.
+    """
     stat = read_stat(pid)
     if stat is None or stat.letter not in ENDED:
         return None
@@ -246,7 +249,7 @@ class Listed:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs, and is no zombie."""
+        """Whether it runs and is not a zombie."""
         stat = self.stat
         return stat is not None and stat.letter not in ENDED
 

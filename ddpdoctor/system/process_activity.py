@@ -99,8 +99,8 @@ def read_turn(pid: int, thread: int) -> Turn | None:
 def share(before: Turn, after: Turn, seconds: float) -> float:
     """Return the share of a thread's time on a core, without its waits for a core.
 
-    A thread that gets 3 % of a core and would use all of it counts as busy. A thread that wakes up
-    for nothing, and waits long for a core each time, does not.
+    A thread that gets 3 % of a core and would use all of it counts as busy. A thread that only
+    wakes up briefly, but waits long for a core each time, does not.
     """
     if before.letter == after.letter == "R" and before.sleeps == after.sleeps:
         # It has not slept.
@@ -111,7 +111,7 @@ def share(before: Turn, after: Turn, seconds: float) -> float:
 
 
 def lacked(before: Turn, after: Turn, seconds: float) -> float:
-    """Return the seconds that a thread was ready to run and had no core."""
+    """Return the seconds that a thread was ready to run but had no core."""
     ran = max(0.0, after.ran - before.ran)
     if before.letter == after.letter == "R" and before.sleeps == after.sleeps:
         # The kernel has not counted the current wait yet.
@@ -120,7 +120,7 @@ def lacked(before: Turn, after: Turn, seconds: float) -> float:
 
 
 def most_lacked(before: Turns, after: Turns, seconds: float) -> float:
-    """Return the most seconds that a thread of both samples was ready to run without a core."""
+    """Return the maximum seconds that a thread of both samples was ready to run without a core."""
     both = before.keys() & after.keys()
     return max((lacked(before[each], after[each], seconds) for each in both), default=0.0)
 
@@ -272,7 +272,7 @@ def works(before: Turns, after: Turns, seconds: float) -> bool:
 
 
 def cores_of_tree(before: Mapping[int, Turns], after: Mapping[int, Turns], seconds: float) -> float:
-    """Return how many cores processes used, without their waits for a core."""
+    """Return the number of cores that processes used, excluding waits for a core."""
     return sum(busy(before.get(pid, {}), turns, seconds) for pid, turns in after.items())
 
 

@@ -1,9 +1,9 @@
-"""Run the actions of keys on a run: take stacks, list processes, attach, send a signal.
+"""Run actions on a run: take stacks, list processes, attach, send a signal.
 
-They read files or ask processes, so the drawing thread does not call them. A pid in a file may
-belong to another process by now. So before a signal is sent, the process must be on this machine,
-of this user, older than the record that names it, and marked as the run's. This is checked again
-after the person has decided.
+They read files or ask processes, so the drawing thread does not call them. The pid in a file may
+now belong to another process. So before a signal is sent, the process must be on this machine, of
+this user, older than the record that names it, and marked as the run's. This is checked again after
+the person has decided.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def take_stacks(
 
 
 def processes_below(row: RankRow) -> tuple[str, ...]:
-    """List the processes below a rank, such as DataLoader workers, one a line."""
+    """List the processes below a rank, such as DataLoader workers, one per line."""
     if row.pid is None:
         return ()
     if row.node not in ("", socket.gethostname()):
@@ -113,7 +113,9 @@ def attach_lines(snapshot: Snapshot) -> tuple[str, ...]:
 
 
 def write_launch_json(snapshot: Snapshot) -> str:
-    """Put the ranks into launch.json, as ``ddpdoctor attach --write`` does. Returns what was done.
+    """Write the ranks into launch.json, as ``ddpdoctor attach --write`` does.
+
+    Returns a description.
 
     Raises:
         DoctorError: There is nothing to attach to, or the file cannot be edited.
@@ -170,7 +172,7 @@ class SignalChoice:
 
 
 def signal_choices(snapshot: Snapshot, row: RankRow | None) -> tuple[SignalChoice, ...]:
-    """Return the signals and their processes. The first choice sends nothing.
+    """Return the signals and their processes. The first choice sends no signal.
 
     Raises:
         DoctorError: There is no process to signal, or it may not be the run's.
@@ -243,7 +245,7 @@ def send_signal(choice: SignalChoice) -> str:
     """Send the chosen signal. Return a description.
 
     Raises:
-        DoctorError: The process is gone, or is another one by now.
+        DoctorError: The process is gone, or its pid now belongs to another one.
     """
     if choice.target is None:
         return "nothing was sent"

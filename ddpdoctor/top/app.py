@@ -1,4 +1,4 @@
-"""Run the monitor on a terminal: keys and frames in, one drawing per change out."""
+"""Run the monitor on a terminal: read keys and frames, and draw once per change."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MAX_GAP = 6  # Maximum number of columns between two stretches that are merged
+_MAX_GAP = 6  # Maximum number of columns between two ranges that are merged
 
 
 class Canvas(Widget, can_focus=True):
-    """Shows lines of its width, and redraws only changed stretches."""
+    """Shows lines of its width, and redraws only changed ranges."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,10 +79,10 @@ class Canvas(Widget, can_focus=True):
 
 
 def changed_stretches(before: Line, after: Line) -> list[tuple[int, int]]:
-    """Return the stretches of columns that differ: the first, and the one after the last."""
+    """Return the ranges of columns that differ: the first, and the one after the last."""
 
     def cells(line: Line) -> list[Span] | None:
-        # None if a character takes two columns, or none.
+        # None if a character takes two columns, or zero.
         found = [(each, style) for text, style in line for each in text]
         return found if len(found) == sum(text_width(text) for text, _ in line) else None
 
@@ -102,7 +102,7 @@ def changed_stretches(before: Line, after: Line) -> list[tuple[int, int]]:
 
 
 class Questions:
-    """The keys that need data beyond the snapshot, which other threads find.
+    """The keys that need data beyond the snapshot, which other threads gather.
 
     Modules for them are imported when a key is pressed, to speed up the first screen.
     """
@@ -331,7 +331,7 @@ class TopApp(App[None]):
         self._slot: tuple[Snapshot, Position] | None = None  # The newest frame, until it is shown
         self._newest = self.shown
         self.material = Material()
-        self.frozen = False  # Hold the picture while a question is open
+        self.frozen = False  # Freeze the picture while a question is open
         self.replayed = False
         self._message = ("", 0.0)  # The message, and the time at which it appeared
         self._canvas = Canvas()
@@ -374,7 +374,7 @@ class TopApp(App[None]):
         self.redraw()
 
     async def on_event(self, event: events.Event) -> None:
-        """Take all keys before textual's own bindings."""
+        """Handle all keys before textual's own bindings."""
         if isinstance(event, events.Key) and self.is_running and len(self.screen_stack) == 1:
             event.stop()
             if self.view.typing:
@@ -421,7 +421,7 @@ class TopApp(App[None]):
     # -- frames
 
     def _deliver(self, snapshot: Snapshot, position: Position) -> None:
-        """Take a frame, in the reader's thread."""
+        """Accept a frame, in the reader's thread."""
         waiting, self._slot = self._slot is not None, (snapshot, position)
         if self._recording is not None:
             try:
@@ -433,7 +433,7 @@ class TopApp(App[None]):
             self.call_later(self._arrived)
 
     def _arrived(self) -> None:
-        """Show a received frame, unless the picture is held."""
+        """Show a received frame, unless the picture is frozen."""
         taken, self._slot = self._slot, None
         if taken is None:
             return

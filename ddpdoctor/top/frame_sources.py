@@ -68,7 +68,7 @@ class FinishedSource(Played):
     def history(self) -> Iterator[Snapshot]:
         """Yield frames from the beginning to the end, evenly spread.
 
-        None with so many ranks that it would take long: the charts then begin with the monitor.
+        None if it would take long with many ranks: the charts then begin with the monitor.
         """
         points = min(_MAX_CHART_POINTS, _MAX_READINGS // max(1, len(self._logs)))
         every = max(1, self._steps // points) if points >= _MIN_CHART_POINTS else self._steps + 1
@@ -222,7 +222,7 @@ class FollowingSource:
 
     @property
     def replay(self) -> FinishedSource | None:
-        """The steps of a run that is over."""
+        """The steps of a finished run."""
         return None if self._run is None else self._run.replay
 
     def read(self, want: Want) -> Snapshot:
@@ -238,7 +238,7 @@ class FollowingSource:
                 return
             run = RunSource(path, self.interval)
         except (OSError, DoctorError):
-            # It is gone since it was listed, or of a newer version.
+            # It was removed after the listing, or is of a newer version.
             return
         self.close()
         self._run = run

@@ -29,7 +29,7 @@ WANT_ALL = Want()
 
 
 class Played:
-    """A source whose frames all exist already. Reading gives the one at ``position``."""
+    """A source whose frames already exist. Reading returns the one at ``position``."""
 
     length: int  # Number of frames, at least one
     _position = 0
@@ -68,7 +68,7 @@ class Source(Protocol):
         """
 
     def history(self) -> Iterable[Snapshot]:
-        """Return frames from the first to the last, evenly spread, as many as make a chart."""
+        """Return frames from the first to the last, evenly spread, enough for a chart."""
 
     def close(self) -> None:
         """Release files and the driver."""
@@ -80,7 +80,7 @@ _MAX_ROWS, _MAX_FRAMES = 4000, 300
 _MAX_POINTS = 240  # Maximum number of points of a run. Beyond it every other one is dropped.
 
 _MIN_GAP, _MAX_GAP = 2.0, 8.0
-"""Seconds between two points at first, and in an older run. Each new point redraws the charts."""
+"""Seconds between two points at first, and in a long run. Each new point redraws the charts."""
 
 _POINTS_PER_AGE = 30
 
@@ -134,7 +134,7 @@ class Past:
         self.frames.append(snapshot)
         while len(self.frames) > max(10, min(_MAX_FRAMES, _MAX_ROWS // (len(snapshot.ranks) or 1))):
             self.frames.popleft()
-        # While no step ends there is nothing new to draw.
+        # Until the next step ends, there is nothing new to draw.
         if snapshot.median is None or snapshot.job.step == self._step:
             return
         self._step = snapshot.job.step
@@ -242,7 +242,7 @@ class Reader(threading.Thread):
         return None
 
     def ask(self, task: Callable[[], None]) -> None:
-        """Run a task in this thread, soon."""
+        """Run a task in this thread soon."""
         with self._lock:
             self._tasks.append(task)
         self._wake.set()
@@ -272,7 +272,7 @@ class Reader(threading.Thread):
         self.ask(moved)
 
     def stop(self) -> None:
-        """End soon. Returns at once."""
+        """Stop soon. Returns immediately."""
         self._ended = True
         self._wake.set()
 

@@ -40,12 +40,12 @@ class VerdictFacts:
     findings: tuple[FindingRow, ...] = ()
     hung: bool = False  # The supervisor found that the job makes no progress
     attempt: int = 0
-    attempts: int | None = None  # How many the launcher makes at most. None if unknown.
+    attempts: int | None = None  # Maximum number that the launcher makes. None if unknown.
     whole: bool = True  # Whether the times are current, so that phases are meaningful
 
 
 def judge(rows: Sequence[RankRow], facts: VerdictFacts) -> Verdict:
-    """Choose the sentence on a run."""
+    """Choose the sentence about a run."""
     standing = ordered_findings([row for row in facts.findings if row.attempt == facts.attempt])
     worst = standing[0].finding if standing else None
     if not facts.live and facts.whole:
@@ -102,7 +102,7 @@ def judged_snapshot(
     facts: VerdictFacts,
     judge: Callable[[Sequence[RankRow], VerdictFacts], Verdict] = judge,
 ) -> Snapshot:
-    """Add ranks to a snapshot: their order and medians, the sentence on them, and the state."""
+    """Add ranks to a snapshot: their order and medians, the sentence about them, and the state."""
     # In a finished run, the times of dead ranks count as well.
     timed = [
         row.times
@@ -159,7 +159,7 @@ def _finding_verdict(finding: Finding, slow: Verdict) -> Verdict:
 
 
 def _ending_verdict(rows: Sequence[RankRow], facts: VerdictFacts, worst: Finding | None) -> Verdict:
-    """Describe how a run ended, and its faults."""
+    """Describe the end of a run, and its faults."""
     status = facts.exit_status
     how = "" if facts.since_start is None else f" after {duration(facts.since_start)}"
     if status == 0:
@@ -281,7 +281,7 @@ def _in_a_collective(rows: Sequence[RankRow], usual: Times | None) -> list[RankR
 
 
 def _calls(waiting: Sequence[RankRow]) -> tuple[str, bool]:
-    """Name the calls that ranks wait in. Return also whether it is one call."""
+    """Name the calls that ranks wait in. Also return whether they are one call."""
     calls: dict[str, list[int]] = {}
     for row in waiting:
         phase = "the backward's all-reduce" if row.phase == "backward" else row.phase

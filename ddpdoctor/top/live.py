@@ -173,7 +173,7 @@ class MachineMeter:
         The first reading has no load.
         """
         used = total = None
-        # Without /proc nothing is known.
+        # Without /proc the load is unknown.
         with contextlib.suppress(OSError, RuntimeError):
             now = time.monotonic()
             if now - self._read >= MIN_CPU_INTERVAL:
@@ -215,7 +215,7 @@ class ProcessStates:
         if status == psutil.STATUS_ZOMBIE:
             return "dead", "its process has ended"
         if status == psutil.STATUS_RUNNING and self.lacks_core(pid):
-            # The process works as far as it can, and so does its heartbeat thread.
+            # The process works as much as it can, and so does its heartbeat thread.
             return "running", "gets little CPU"
         return "stale", _STATE_TEXTS.get(status, "")
 
@@ -494,10 +494,7 @@ class LiveSource:
         return {rank: known.group for rank, known in self._ranks.items() if known.group}
 
     def _skipped(self, want: Want) -> frozenset[int]:
-        """Return the ranks whose rows are skipped in this frame.
-
-        Of many ranks, half of those off screen, unless they ended.
-        """
+        """Return the ranks whose rows are skipped in this frame: half of many unseen ones."""
         self._odd_turn = not self._odd_turn
         shown = {rank for rank, known in self._ranks.items() if known.row is not None}
         if want.ranks is None or len(shown) < MANY_RANKS or not self.live:
@@ -589,7 +586,7 @@ class LiveSource:
         return "ended" if fine else "dead", words
 
     def _job(self, pages: dict[int, Status], rows: list[RankRow], ticks: float) -> Job:
-        """Describe the progress by the ranks' pages and the newest steps of a few."""
+        """Describe the progress by the ranks' pages and the newest steps of a few ranks."""
         known = [self._ranks.get(rank) for rank in self._pages.ranks[:MAX_RANKS_FOR_LOSS]]
         steps = [each.newest for each in known if each is not None]
         newest = [step for step in steps if step is not None]

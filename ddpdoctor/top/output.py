@@ -28,7 +28,7 @@ Keep = Callable[[Snapshot], None]  # Called with each snapshot, to record or exp
 
 
 def picture(source: Source, view: View, out: TextIO, keep: Keep | None = None) -> None:
-    """Write a frame of the terminal's size, with colour only on a terminal that wants it.
+    """Write a frame of the terminal's size, with colour only on a terminal that supports it.
 
     ``keep`` is called with the snapshot, which then has all ranks in full.
 
@@ -47,7 +47,7 @@ def picture(source: Source, view: View, out: TextIO, keep: Keep | None = None) -
     visible = screen.draw_screen(first, view, room, height).visible
     replay = source.replay
     if replay is not None:
-        # The end of a recording is what a person asks for.
+        # People want the end of a recording.
         replay.seek(replay.length - 1)
         view = replace(view, position=(replay.position, replay.length))
     snapshot = source.read(Want(visible) if keep is None else WANT_ALL)
@@ -82,7 +82,7 @@ def _plain(value: Any) -> Any:
         record = {"time": value.time, "attempt": value.attempt, **to_record(value.finding)}
         return {key: each for key, each in record.items() if each is not None}
     if isinstance(value, Times):
-        # Own time is what everything is about: readers need not compute it.
+        # Own time is the main value, so readers need not compute it.
         return {**vars(value), "own": value.own}
     return {
         key: _plain(each) for key, each in vars(value).items() if each is not None and each != ""
@@ -93,7 +93,7 @@ def loads(line: bytes) -> JsonObject:
     """Parse a line that may hold a snapshot.
 
     Raises:
-        ValueError: It is no JSON object, or too large.
+        ValueError: It is not a JSON object, or too large.
     """
     if opening.expanded(line) > MAX_MEMORY:
         raise ValueError("too large")
@@ -107,7 +107,7 @@ def of_record(record: JsonObject) -> Snapshot:
     """Read the snapshot of a JSON object.
 
     Raises:
-        ValueError: It is none, is damaged, or of a newer format.
+        ValueError: It is not a snapshot, is damaged, or of a newer format.
     """
     version, findings = record.get("format"), record.get("findings", [])
     if not isinstance(version, int) or not isinstance(findings, list):
@@ -165,6 +165,6 @@ def watch(
         elif snapshot.kind == "run" and not snapshot.live:
             return
         else:
-            # After a late frame the next ones do not come in a rush.
+            # After a late frame the next ones do not follow in a burst.
             due = max(due + source.interval, time.monotonic())
             sleep(max(0.0, due - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Export the run in Prometheus' text format, beside what NVIDIA's DCGM exporter reports.
+"""Export the run in Prometheus' text format, complementing NVIDIA's DCGM exporter.
 
 ``docs/grafana.json`` is a dashboard for it. Labels have that exporter's names (``gpu``, ``UUID``,
 ``device``, ``modelName``, ``Hostname``), so both can be joined. Unknown values have no sample.
@@ -28,17 +28,17 @@ from ddpdoctor.core.opening import whole
 from ddpdoctor.top.snapshot import PHASES, RankRow, Snapshot
 from ddpdoctor.top.view import rank_value
 
-MAX_CONNECTIONS = 16  # Connections at a time. Another one takes the place of the oldest.
+MAX_CONNECTIONS = 16  # Maximum number of connections. Another one replaces the oldest.
 MIN_GAP = 0.01  # Seconds between two connections
 
 REQUEST_TIMEOUT, RESPONSE_TIMEOUT = 5.0, 30.0
-"""Seconds in which a request has to arrive, and its response to be taken."""
+"""Seconds for a request to arrive, and for its response to be read."""
 
 _RANK = ("rank", "local_rank", "run", "Hostname", "gpu", "UUID", "device", "modelName")
 
 
 def address(text: str) -> tuple[str, int]:
-    """Parse ``PORT``, on loopback, or ``HOST:PORT``, an IPv6 address in brackets.
+    """Parse ``PORT`` on loopback, or ``HOST:PORT`` with an IPv6 address in brackets.
 
     Raises:
         DoctorError: It is neither.
@@ -84,13 +84,13 @@ class Exporter:
 
 
 class _Server(ThreadingWSGIServer):
-    """An HTTP server with few connections at a time, each for a limited time."""
+    """An HTTP server with a limited number and duration of connections."""
 
     request_queue_size = 128
 
     def __init__(self, host: str, port: int) -> None:
         self._until: dict[socket.socket, float] = {}
-        """When each connection is cut off, the oldest first."""
+        """The time at which each connection is closed, the oldest first."""
         self._lock = threading.Lock()
         kind, flags = socket.SOCK_STREAM, socket.AI_PASSIVE
         self.address_family, *_, address = socket.getaddrinfo(host, port, type=kind, flags=flags)[0]
@@ -106,7 +106,7 @@ class _Server(ThreadingWSGIServer):
         super().process_request(request, client_address)
 
     def arrived(self, request: socket.socket) -> None:
-        """Begin the time in which the response has to be taken."""
+        """Start the time limit for reading the response."""
         with self._lock:
             if request in self._until:
                 self._until[request] = time.monotonic() + RESPONSE_TIMEOUT
@@ -119,7 +119,7 @@ class _Server(ThreadingWSGIServer):
                 self._cut(request)
 
     def _cut(self, request: socket.socket) -> None:
-        """Wake the thread of a connection from its wait for the client."""
+        """Wake the thread of a connection that waits for the client."""
         del self._until[request]
         with suppress(OSError):
             request.shutdown(socket.SHUT_RDWR)
@@ -170,7 +170,7 @@ _NUMBERS: Mapping[str, tuple[str, str]] = {
     "rank_cuda_allocated_bytes": ("allocated", "What torch's CUDA allocator has given out."),
     "rank_cuda_reserved_bytes": ("reserved", "What torch's CUDA allocator has taken from the GPU."),
 }
-"""Gauges of a rank: the name for `ddpdoctor.top.view.rank_value`, and what it is."""
+"""Gauges of a rank: the name for `ddpdoctor.top.view.rank_value`, and a description."""
 
 _COUNTERS: Mapping[str, tuple[str, str]] = {
     "rank_steps": ("step", "Steps that a rank has done in this attempt."),
@@ -180,7 +180,7 @@ _COUNTERS: Mapping[str, tuple[str, str]] = {
 
 
 def families(snapshot: Snapshot) -> Iterator[Metric]:
-    """Yield the metrics of a snapshot. A run that is over has none."""
+    """Yield the metrics of a snapshot. A finished run has none."""
     if snapshot.kind == "machine" or not snapshot.live:
         return
     rows = []

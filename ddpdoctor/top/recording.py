@@ -103,7 +103,7 @@ class RecordingSource(Played):
     """Plays a recording. It opens at the first frame.
 
     Raises:
-        DoctorError: It is no recording, or of another version.
+        DoctorError: It is not a recording, or of another version.
     """
 
     def __init__(self, path: str) -> None:
@@ -114,10 +114,10 @@ class RecordingSource(Played):
         self._file = gzip.GzipFile(fileobj=self._raw)
         self._path = path
         self._ends = array("Q", [0])
-        """Where each line ends, in bytes of the expanded file, after a 0."""
+        """The end of each line, in bytes of the expanded file, after a 0."""
         self._lines: dict[int, bytes] = {}
         try:
-            # A monitor that was killed leaves an end that cannot be expanded.
+            # A killed monitor leaves an end that cannot be expanded.
             with contextlib.suppress(EOFError):
                 self._index()
             self.length = len(self._ends) - 1
@@ -167,7 +167,7 @@ class RecordingSource(Played):
             raise ValueError(str(error)) from None
 
     def read(self, want: Want) -> Snapshot:
-        """Read the frame at the position. A damaged one says so."""
+        """Read the frame at the position. A damaged frame says so."""
         try:
             return self._frame(self._position)
         except ValueError as error:
@@ -206,7 +206,7 @@ _PHASES = (
     ("backward", 0.2, "train.py:61"),
     ("optimizer", STEP, "train.py:66"),
 )
-"""The phases of a step, when each ends, and the line that enters it."""
+"""The phases of a step, the end of each, and the line that enters it."""
 
 
 class DemoSource:
@@ -236,7 +236,7 @@ class DemoSource:
 
 @lru_cache(maxsize=1)
 def _template() -> Snapshot:
-    """Read what does not change in the job's frames, and the means of what does."""
+    """Read the constant parts of the job's frames, and the means of the others."""
     return output.of_record(output.loads((Path(__file__).parent / "demo.json").read_bytes()))
 
 

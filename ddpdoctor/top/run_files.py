@@ -53,7 +53,7 @@ from ddpdoctor.top.snapshot import PHASES, FindingRow, RankRow, Times
 
 
 MAX_STDERR_LINES, MAX_STDERR_LINES_OF_RANK = 100, 40
-"""Lines of stderr that are shown of the whole job, and of a rank."""
+"""Maximum lines of stderr shown for the whole job, and for a rank."""
 
 _STDERR_TAIL = 64 << 10
 _BANNER = re.compile(
@@ -62,12 +62,12 @@ _BANNER = re.compile(
     r"|WARNING:torch\.distributed\.run:|WARNING:__main__:)?"
     r"\s*(?:\*{41}|Setting OMP_NUM_THREADS environment variable .*)?\s*"
 )
-"""What torchrun prints about OMP_NUM_THREADS at the start of each job, in torch 1.13 to 2.13."""
+"""torchrun's message about OMP_NUM_THREADS at the start of each job, in torch 1.13 to 2.13."""
 _RANK_PREFIX = re.compile(r"\[(rank|default)(\d+)\]:\s?")
 
 
 class Stderr:
-    """The last lines of a job's stderr, and which rank each is of."""
+    """The last lines of a job's stderr, and the rank of each."""
 
     def __init__(self, directory: Path) -> None:
         self._paths = (directory / rundir.STDERR, directory / rundir.STDERR_SO_FAR)
@@ -96,7 +96,7 @@ class Stderr:
         )
         last: deque[str] = deque(maxlen=MAX_STDERR_LINES)
         for raw in data.decode("utf-8", "replace").split("\n"):
-            # A progress bar is shown as it was drawn last.
+            # A progress bar is shown in its last state.
             line = without_control_characters(raw.rstrip("\r").rpartition("\r")[2]).rstrip()
             if _BANNER.fullmatch(line):
                 continue
@@ -108,7 +108,7 @@ class Stderr:
         self._by_prefix = {key: tuple(lines) for key, lines in by_prefix.items()}
 
     def of(self, rank: int, local_rank: int | None, here: bool) -> tuple[str, ...]:
-        """Return a rank's lines: torch marks them by rank, torchrun by local rank on its node."""
+        """Return a rank's lines. torch marks them by rank, torchrun by local rank."""
         by_rank = self._by_prefix.get(("rank", rank), ())
         if by_rank or local_rank is None or not here:
             return by_rank
@@ -116,12 +116,12 @@ class Stderr:
 
 
 def without_control_characters(text: str) -> str:
-    """Return a text that cannot steer a terminal: without colours, other controls made visible."""
+    """Return a text without colours in which other control characters are visible."""
     return shown(without_formatting(text.replace("\t", " ")))
 
 
 MAX_OPEN_PAGES = 256  # Maximum number of status pages whose files stay open
-MAX_RANKS = 4096  # Ranks whose pages are read
+MAX_RANKS = 4096  # Maximum number of ranks whose pages are read
 
 
 class StatusPages:
@@ -164,7 +164,7 @@ class StatusPages:
         return self._directory / f"{rank_stem(rank, self.restart)}.{suffix}"
 
     def read(self, skipped: Collection[int] = ()) -> dict[int, Status]:
-        """Read the pages. An unreadable or ``skipped`` page keeps what it showed last."""
+        """Read the pages. An unreadable or ``skipped`` page keeps its last content."""
         self.unreadable = {rank: why for rank, why in self.unreadable.items() if rank in skipped}
         for rank in self.ranks:
             if rank in skipped:
@@ -199,16 +199,16 @@ class StatusPages:
 
 
 class StampAges:
-    """How long ago timestamps changed, by this process's clock where it can.
+    """The time since timestamps changed, by this process's clock if possible.
 
-    The clocks of ranks jump, and differ by node.
+    The clocks of ranks jump, and differ between nodes.
     """
 
     def __init__(self) -> None:
         self._known: dict[Hashable, tuple[int, float, float]] = {}
 
     def age(self, key: Hashable, stamp: int, now: int, ticks: float) -> float:
-        """Return the seconds since ``stamp`` was set, in Unix nanoseconds of another clock.
+        """Return the seconds since ``stamp`` (Unix nanoseconds of another clock) was set.
 
         ``now`` is the time of our clock in the same unit, ``ticks`` that of a clock that never
         jumps.
@@ -248,7 +248,7 @@ class SupervisorEvents:
         self._hung: int | None = None
 
     def poll(self) -> None:
-        """Take in new records."""
+        """Process new records."""
         others = (path.name for path in self._directory.glob("node-*.jsonl"))
         for name in ("supervisor.jsonl", *others):
             if name not in self._readers:
@@ -343,7 +343,7 @@ def how_it_ended(ending: RankExitRecord | None, error: ErrorRecord | None) -> st
 
 
 def command_line(manifest: Mapping[str, object]) -> str:
-    """Return the job's command as one would type it."""
+    """Return the job's command as a person would type it."""
     return without_control_characters(shlex.join(command_words(manifest)))
 
 
@@ -370,7 +370,7 @@ def environment_facts(manifest: Mapping[str, object], opened: OpenRecord | None)
 
 # -- other records at the ends of a journal
 
-_RECORDS_SEARCHED = 1 << 18  # Bytes at each end of a journal in which rare records are looked for
+_RECORDS_SEARCHED = 1 << 18  # Bytes at each end of a journal that are searched for rare records
 
 R = TypeVar("R", bound=Record)
 
@@ -389,7 +389,7 @@ def _records(data: bytes, declared: type[R], max_memory: int) -> Iterator[R]:
 
 
 def open_record(path: Path, max_memory: int) -> OpenRecord | None:
-    """Return a journal's ``open`` record; None if it is not there yet, or too large."""
+    """Return a journal's ``open`` record. None if missing or too large."""
     with open_files(path) as files:
         data = files[0].read(65536, 0) if files else b""
     return next(_records(data, OpenRecord, max_memory), None)
@@ -398,8 +398,8 @@ def open_record(path: Path, max_memory: int) -> OpenRecord | None:
 def ddp_group(path: Path, max_memory: int, searched: int = 0) -> tuple[tuple[int, ...], int]:
     """Return the ranks on GPUs with which a rank reduces gradients, and the bytes searched.
 
-    There are no ranks if its journal begins with several DDP groups, or with none. The journal is
-    searched again once its beginning is twice as long as what was ``searched`` before.
+    There are no ranks if its journal begins with several DDP groups, or without one. The journal is
+    searched again once it is twice as long as the part ``searched`` before.
     """
     with open_files(path) as files:
         size = min(files[0].size(), _RECORDS_SEARCHED) if files else 0
@@ -412,7 +412,7 @@ def ddp_group(path: Path, max_memory: int, searched: int = 0) -> tuple[tuple[int
 
 
 def last_error(path: Path, max_memory: int) -> ErrorRecord | None:
-    """Return the last uncaught exception in a journal; None if there is none near its end."""
+    """Return the last uncaught exception in a journal. None if there is none near its end."""
     with open_files(path) as files:
         data = (
             files[0].read(_RECORDS_SEARCHED, files[0].size() - _RECORDS_SEARCHED) if files else b""
@@ -421,7 +421,7 @@ def last_error(path: Path, max_memory: int) -> ErrorRecord | None:
 
 
 def last_pass(path: Path, max_memory: int) -> PassRecord | None:
-    """Return the newest pass over a loader that is trained on, if an end of the journal has it."""
+    """Return the newest pass over a training loader, if it is near an end of the journal."""
     with open_files(path) as files:
         for file in files:
             for offset in (file.size() - _RECORDS_SEARCHED, 0):
@@ -436,14 +436,14 @@ def last_pass(path: Path, max_memory: int) -> PassRecord | None:
 
 _PARTS = attrgetter(*PHASES)
 
-WINDOW = 16  # Steps of a rank that its means are taken of
+WINDOW = 16  # Number of steps for the means of a rank
 
 
 def mean_times(steps: Sequence[Parts], apart: bool = True) -> Times | None:
-    """Average steps. Means, since medians hide what is in every second step.
+    """Average steps, by means, since medians hide what happens in every second step.
 
-    If some of them were split, only those count. The wait is shown ``apart`` from the backward,
-    where DDP timed it. If not, it is within the backward, as :func:`with_waits` needs it.
+    If some of them were split, only those are used. With ``apart``, the wait is separate from the
+    backward if DDP timed it. Otherwise it is part of the backward, as :func:`with_waits` needs it.
     """
     if apart:
         steps = [parts for parts in steps if parts.split] or steps
@@ -469,7 +469,7 @@ def mean_times(steps: Sequence[Parts], apart: bool = True) -> Times | None:
 def with_waits(rows: Sequence[RankRow], groups: Mapping[int, Sequence[int]]) -> list[RankRow]:
     """Split the backwards of ranks that reduce gradients together into compute and wait.
 
-    ``groups`` has these ranks for each rank. A rank waits for as long as its backward exceeds the
+    ``groups`` has these ranks for each rank. A rank's wait is the excess of its backward over the
     shortest one of its group, as in `ddpdoctor.run.step_series`.
     """
     backwards: dict[Sequence[int], list[float]] = {}
@@ -488,7 +488,7 @@ def with_waits(rows: Sequence[RankRow], groups: Mapping[int, Sequence[int]]) -> 
 
 
 def mean_loss(steps: Sequence[StepRecord]) -> float | None:
-    """Return the mean loss of steps; None without finite ones."""
+    """Return the mean loss of steps. None without finite losses."""
     losses = [step.loss for step in steps if step.loss is not None and math.isfinite(step.loss)]
     return fmean(losses) if losses else None
 
@@ -499,7 +499,7 @@ def after_warm_up(steps: list[Parts]) -> list[Parts]:
 
 
 def median_times(times: Sequence[Times]) -> Times | None:
-    """Return the median over ranks, phase by phase; None without ranks."""
+    """Return the median over ranks of each phase. None without ranks."""
     if not times:
         return None
     data, forward, backward, optimizer, other, wait = map(
@@ -512,12 +512,12 @@ def median_times(times: Sequence[Times]) -> Times | None:
 
 
 def own_for_certain(times: Times) -> float:
-    """Return a rank's own time per step, without a backward that may hold waits for others."""
+    """Return a rank's own time per step, without a backward that may contain waits for others."""
     return times.own if times.split else times.own - times.backward
 
 
 def skew(times: Sequence[Times]) -> float | None:
-    """Return the largest own time as a ratio to the median one; None for fewer than two ranks."""
+    """Return the largest own time as a ratio to the median one. None for fewer than two ranks."""
     if len(times) < 2:
         return None
     owns = [own_for_certain(each) for each in times]
@@ -526,10 +526,10 @@ def skew(times: Sequence[Times]) -> float | None:
 
 
 def ordered_rows(rows: Iterable[RankRow], blamed: int | None) -> tuple[RankRow, ...]:
-    """Sort ranks: the blamed one first, then by own time, last those that run nothing.
+    """Sort ranks: the blamed one first, then by own time, finally those that do not run.
 
-    Ranks within five per cent of the median stay in the order of their numbers, so that the rows
-    of a healthy job do not move.
+    Ranks within five per cent of the median are sorted by number, so that the rows of a healthy job
+    do not move.
     """
     rows = tuple(rows)
     owns = {row.rank: own_for_certain(row.times) for row in rows if row.times is not None}
@@ -545,7 +545,7 @@ def ordered_rows(rows: Iterable[RankRow], blamed: int | None) -> tuple[RankRow, 
 
 
 class RecentSteps:
-    """The newest steps of a rank, as its status page showed them."""
+    """The newest steps of a rank, as shown on its status page."""
 
     __slots__ = ("_steps", "_times")
 

@@ -1,9 +1,8 @@
 """Define the snapshot: everything one frame of the monitor shows.
 
 Live runs, finished runs, recordings, a machine without a run and the demonstration all become a
-`Snapshot`. What draws takes one and does not know where it came from. Units are base units:
-seconds, bytes, watts, hertz, degrees Celsius, and ratios from 0 to 1. An unknown value is None,
-never 0.
+`Snapshot`. The drawing code takes one and does not know its source. Units are base units: seconds,
+bytes, watts, hertz, degrees Celsius, and ratios from 0 to 1. An unknown value is None, never 0.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ PHASES = ("data", "forward", "backward", "optimizer", "other", "wait")
 
 @dataclass(frozen=True)
 class Gpu(Part):
-    """One GPU, as NVML reported it last."""
+    """One GPU, by NVML's last report."""
 
     node: str
     index: int
     uuid: str
     name: str = ""
     utilization: float | None = None
-    """Share of the last second in which any kernel ran. Waiting in NCCL counts, too."""
+    """Share of the last second in which any kernel ran, including waits in NCCL."""
     memory_used: int | None = None
     memory_total: int | None = None
     power: float | None = None
@@ -45,7 +44,7 @@ class Gpu(Part):
 
 @dataclass(frozen=True)
 class Times(Part):
-    """Where a step goes: means over the last steps, in seconds."""
+    """The parts of a step: means over the last steps, in seconds."""
 
     data: float
     forward: float
@@ -55,13 +54,14 @@ class Times(Part):
     wait: float
     total: float
     split: bool
-    """Whether the backward is compute alone. If not, it holds the wait, and a ``~`` says so."""
+    """Whether the backward is only compute. If not, it includes the wait, and is marked by ``~``.
+    """
     lacked: float = 0.0
-    """How much of the rank's own time it was ready to run and had no CPU core; 0 if unknown."""
+    """The part of ``own`` in which it was ready to run but had no CPU core. 0 if unknown."""
 
     @property
     def own(self) -> float:
-        """The time of the rank itself: all but the wait for others."""
+        """The time of the rank itself: everything except the wait for others."""
         return self.total - self.wait
 
 
@@ -77,7 +77,7 @@ class RankRow(Part):
     pid: int | None = None
     state: str = "running"
     """``starting``, ``running``, ``stale``, ``debugger``, ``ended`` or ``dead``."""
-    said: str = ""  # The state in words: how the rank died, what holds it
+    said: str = ""  # The state in words: why the rank died, or what holds it
     phase: str = ""
     since: float | None = None  # Seconds in the phase
     site: str = ""  # ``path:line`` of the user's code that entered the phase
@@ -127,7 +127,7 @@ class Machine(Part):
 
 @dataclass(frozen=True)
 class FindingRow:
-    """A finding, and when it was reported."""
+    """A finding, and the time of its report."""
 
     finding: Finding
     time: float | None = None  # Unix seconds
@@ -136,11 +136,11 @@ class FindingRow:
 
 @dataclass(frozen=True)
 class Job(Part):
-    """How far the job is, and how fast."""
+    """The progress of the job, and its speed."""
 
     script: str = ""  # The script and its options
     step: int | None = None  # Steps done
-    steps: int | None = None  # How many there will be, if the command or the loaders tell
+    steps: int | None = None  # The expected number, if the command or the loaders show it
     epoch: int | None = None
     epochs: int | None = None
     rate: float | None = None  # Steps per second
@@ -148,11 +148,11 @@ class Job(Part):
     loss: float | None = None  # The mean over the first ranks
     left: float | None = None  # Seconds until the last step
     attempt: int = 0  # The number of the attempt, from 0
-    attempts: int | None = None  # How many torchrun makes at most
+    attempts: int | None = None  # Maximum number that torchrun makes
 
 
 STATES = ("starting", "running", "hung", "restarting", "failing", "ended", "failed", "gone")
-"""The states of a run. ``failing``: ranks died, and the launcher has not ended yet."""
+"""The states of a run. ``failing``: ranks died, but the launcher has not ended yet."""
 
 
 @dataclass(frozen=True)
@@ -174,22 +174,22 @@ class Snapshot(Part):
     debug_port: int | None = None  # The port of a debug session with all ranks
     job: Job = Job()
     ranks: tuple[RankRow, ...] = ()
-    """The blamed one first, then by own time, descending. Ranks that run nothing come last."""
+    """The blamed one first, then by own time, descending. Ranks that do not run come last."""
     median: Times | None = None
     skew: float | None = None  # The largest own time, as a ratio to the median one
     gpus: tuple[Gpu, ...] = ()
     machine: Machine | None = None
     findings: tuple[FindingRow, ...] = ()
     output: tuple[str, ...] = ()
-    nvml: str = ""  # What is wrong with NVML, in words
+    nvml: str = ""  # The problem with NVML, in words
     notes: tuple[str, ...] = ()
-    """What is wrong with the monitor itself: unreadable files, a run that is gone."""
+    """Problems of the monitor itself: unreadable files, a run that is gone."""
     environment: dict[str, str] = field(default_factory=dict)
     """Versions and launch settings for the environment panel."""
 
 
 def memory_share(of: Gpu | Machine) -> float | None:
-    """Return the used share of a memory; None if unknown."""
+    """Return the used share of a memory. None if unknown."""
     if of.memory_used is None or not of.memory_total:
         return None
     return of.memory_used / of.memory_total

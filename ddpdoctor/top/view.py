@@ -1,7 +1,7 @@
-"""Define how snapshots are shown, and the keys that change it.
+"""Define how snapshots are shown, and the keys that change that.
 
-A `View` holds sort order, filter and selection. Every key makes a new one. Keys are plain letters,
-since editors that hold a terminal take Ctrl and F keys themselves.
+A `View` holds sort order, filter and selection. Every key creates a new one. Keys are plain
+letters, since editors that hold a terminal take Ctrl and F keys themselves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SORTS = (
     *("own", "rank", "step", "data", "forward", "backward", "optimizer", "wait"),
     *("memory", "utilization", "power"),
 )
-"""What the board can be sorted by, in the order of the key."""
+"""The sort orders of the board, in the order of the key."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class View:
     paused: bool = False
     recording: str = ""
     panel: Panel = ""
-    item: int = 0  # The selected line of a panel, or how far it is scrolled
+    item: int = 0  # The selected line of a panel, or its scroll position
     opened: bool = False  # The selected finding is open
-    everyone: bool = True  # The panel is about all ranks rather than the selected one
+    everyone: bool = True  # The panel shows all ranks rather than the selected one
     position: tuple[int, int] | None = None
     """Frame and number of frames, of a replay or of the frames kept."""
     message: str = ""  # The message of the last key
@@ -76,8 +76,8 @@ def selected_rows(snapshot: Snapshot, view: View) -> list[RankRow]:
     if view.sort == "own":
         if view.reverse:
             return rows[::-1]
-        # They come in this order. The blamed rank and those that do not run must be visible,
-        # however many ranks there are.
+        # Keep this order. The blamed rank and those that do not run must be visible, however many
+        # ranks there are.
         urgent = {"dead": 1, "stale": 2, "debugger": 2}
         blamed = snapshot.verdict.rank
         return sorted(rows, key=lambda row: row.rank != blamed and urgent.get(row.state, 3))
@@ -109,7 +109,7 @@ def board_order(snapshot: Snapshot, view: View) -> list[int]:
 
 
 def matches_filter(row: RankRow, text: str) -> bool:
-    """Return whether a row has all words of a filter: ``0-7`` are ranks, others are anywhere."""
+    """Return whether a row has all words of a filter: ``0-7`` are ranks, others match anything."""
     where = f"{row.node} {row.state} {row.phase} {row.collective} {row.site} {row.said}".lower()
     for word in text.lower().split():
         ranks = word.removeprefix("rank").strip(":=,-")
@@ -125,7 +125,7 @@ def matches_filter(row: RankRow, text: str) -> bool:
 
 
 def chosen_rank(snapshot: Snapshot, view: View) -> RankRow | None:
-    """Return the rank that keys are about: the selected one, else the blamed, else the first."""
+    """Return the rank that keys apply to: the selected one, else the blamed, else the first."""
     by_rank = {row.rank: row for row in snapshot.ranks}
     for rank in (view.cursor, snapshot.verdict.rank):
         if rank is not None and rank in by_rank:
@@ -134,7 +134,7 @@ def chosen_rank(snapshot: Snapshot, view: View) -> RankRow | None:
 
 
 class Key(NamedTuple):
-    """A key, what it does in a word and in a line, and how long it stays on a narrow screen."""
+    """A key, its effect in a word and in a line, and its priority on a narrow screen."""
 
     keys: tuple[str, ...]  # As textual names them
     shown: str
@@ -191,7 +191,7 @@ MOVES = {
     "first": -1_000_000,
     "last": 1_000_000,
 }
-"""By how many lines an action moves the selection."""
+"""The number of lines by which an action moves the selection."""
 
 _ViewAction = Callable[[View, Snapshot], View]
 
@@ -273,7 +273,7 @@ VIEW_ACTIONS: dict[str, _ViewAction] = {
     "escape": _escape,
     **{name: _move(by) for name, by in MOVES.items()},
 }
-"""The actions that change nothing but the view."""
+"""The actions that change only the view."""
 
 
 def apply_action(view: View, snapshot: Snapshot, name: str) -> View:

@@ -1,8 +1,8 @@
 """Write the report of a run as one HTML file.
 
-That is the facts of the terminal report, the table of ranks, numbers over time, the merged stacks,
-and what was not measured. Times are seconds unless a name says otherwise. Tables of numbers are
-packed (:func:`packed`).
+It contains the facts of the terminal report, the table of ranks, numbers over time, the merged
+stacks, and gaps in the measurements. Times are seconds unless a name says otherwise. Tables of
+numbers are packed (:func:`packed`).
 
 The run's data is JSON in an inert element, and the script puts it on the page as text alone. A
 content security policy in the file forbids other scripts and styles, and fetching anything.
@@ -61,7 +61,7 @@ _BYTES_PER_VALUE = 4 * 4 / 3
 def report_content(
     run: Run, findings: Sequence[Finding], *, live: bool, remark: str
 ) -> dict[str, Any]:
-    """Return the report on a run. ``remark`` is what else there is to say about how it ended."""
+    """Return the report on a run. ``remark`` is an additional sentence about its end."""
     most = int(MAX_TABLE_BYTES / (_BYTES_PER_CELL + 2 * _BYTES_PER_VALUE))
     steps = series(run, run.last, most)
     firsts = [
@@ -166,7 +166,7 @@ def _step_gaps(steps: Series) -> Iterator[str]:
     read, split = (sum(getattr(each, name) for each in steps.ranks) for name in ("steps", "split"))
     unsplit = sum(len(each.unsplit) for each in steps.ranks)
     if len(steps.ranks) == 1:
-        # A single rank waits for no other.
+        # A single rank never waits for others.
         pass
     elif unsplit == steps.columns * len(steps.ranks):
         yield "the wait for other ranks: it is part of backward, as DDP timed no step"
@@ -187,9 +187,9 @@ def _step_gaps(steps: Series) -> Iterator[str]:
 def rank_rows(
     run: Run, ranks: Sequence[Rank], findings: Sequence[Finding], steps: Series
 ) -> list[dict[str, Any]]:
-    """Return a row for each rank: what it is, how it ended, where its steps went.
+    """Return a row for each rank: its identity, its end, the parts of its steps.
 
-    What is unknown is absent. Times are seconds, means over the run.
+    Unknown values are absent. Times are seconds, means over the run.
     """
     blamed = {
         rank: finding.code
@@ -255,7 +255,7 @@ def _rank_times(series: RankSeries | None, edges: Sequence[int]) -> dict[str, An
 
 
 def stack_tree(run: Run) -> dict[str, Any] | None:
-    """Return the tree and when it was taken; None if no stacks were taken."""
+    """Return the tree and its time. None if no stacks were taken."""
     hang = hang_snapshot(run)
     if hang is not None:
         stacks = [each.stacks for each in hang.ranks if each.stacks is not None]
@@ -342,7 +342,7 @@ def _any_known(curves: Sequence[array[float]]) -> bool:
 
 
 def _curves(curves: Sequence[array[float]]) -> str:
-    """Pack values as 32-bit floats in base64, NaN where unknown; empty if all are."""
+    """Pack values as 32-bit floats in base64, NaN where unknown. Empty if all are unknown."""
     if not _any_known(curves):
         return ""
     most = 3.4e38
@@ -364,7 +364,7 @@ def _base64(values: array[Any]) -> str:
 
 
 def environment(run: Run) -> list[list[str]]:
-    """Return what ran, where, and with which versions, as pairs of a name and a text."""
+    """Return the command, the machine and the versions, as pairs of a name and a text."""
     manifest = run.manifest
     kept = code_version.read(run.path)
     opened = next((rank.opened for rank in run.last if rank.opened.versions), None)
@@ -426,7 +426,7 @@ def page(content: dict[str, Any]) -> str:
         "license": _file(_LIBRARY + "LICENSE"),
         "style": style,
         "script": script,
-        # So that the JSON cannot end the element that it is in.
+        # The JSON must not end the element that contains it.
         "data": json_text(shown_json(content, "\n\t"), separators=(",", ":"))
         .replace("<", "\\u003c")
         .replace(">", "\\u003e")

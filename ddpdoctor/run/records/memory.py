@@ -100,7 +100,7 @@ class HoldersRecord(Record):
     looks: int  # Number of samples in which all of ``found`` grew
     complete: bool = True  # All reachable objects were examined
     found: tuple[Holder, ...] = ()
-    allocated: tuple[Allocated, ...] = ()  # Most first. Empty without a GPU.
+    allocated: tuple[Allocated, ...] = ()  # Largest first. Empty without a GPU.
     cost: int = 0  # Nanoseconds that the samples took
 
 
@@ -114,7 +114,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllocatorFacts(Part):
-    """The state of torch's CUDA allocator. None if not known."""
+    """The state of torch's CUDA allocator. Unknown values are None."""
 
     allocated: int
     reserved: int
@@ -122,7 +122,7 @@ class AllocatorFacts(Part):
     total: int | None = None  # Memory of the GPU
     largest_free: int | None = None  # Largest free block within what is reserved
     expandable: bool = False  # Segments are expandable
-    blocks: tuple[Block, ...] = ()  # That take most memory together
+    blocks: tuple[Block, ...] = ()  # Those that use the most memory in total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

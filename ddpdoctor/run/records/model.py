@@ -107,7 +107,7 @@ class NeverUsedRecord(PlacedRecord):
     kind = "never_used"
 
     ddp: int
-    backwards: int  # Synchronized backwards that were looked at
+    backwards: int  # Synchronized backwards that were examined
     parameters: tuple[GradientlessParameter, ...]  # The first of them
     count: int  # Number of all of them
     of: int  # Number of parameters that the module reduces
@@ -135,12 +135,12 @@ class LossScaleRecord(PlacedRecord):
 
     step: int
     call: str = ""  # The function that reduced it
-    factor: float  # What it was multiplied by since, or before the backward
+    factor: float  # The factor applied since, or before the backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientScaleRecord(Record):
-    """What the job multiplied a gradient by between a single backward and the optimizer's step."""
+    """The factor that the job applied to a gradient between backward and optimizer step."""
 
     kind = "gradient_scale"
 
@@ -156,7 +156,7 @@ class UnreducedRecord(PlacedRecord):
     kind = "unreduced"
 
     step: int
-    ddp: int  # -1 less the number of the optimizer, for parameters in no DDP module
+    ddp: int  # For parameters outside DDP modules: -1 minus the number of the optimizer
     cause: str
     """``around``, ``second backward``, ``forward in no_sync``, ``step in no_sync``,
     ``no backward``, ``unfrozen``, ``added`` or ``replaced``. ``outside``: of parameters in no DDP
@@ -247,7 +247,7 @@ class RemadeRecord(PlacedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRecord(PlacedRecord):
-    """How far a learning rate scheduler came. Written at the end of a rank."""
+    """The last state of a learning rate scheduler, written at the end of a rank."""
 
     kind = "schedule"
 
@@ -391,7 +391,7 @@ class FingerprintRecord(Record):
     """Hashes of the parameters after a step."""
 
     kind = "fingerprint"
-    # Whether replicas differ from the first step on distinguishes the causes.
+    # Replicas that differ from the first step have other causes.
     kept = 16
 
     step: int

@@ -75,8 +75,8 @@ class EndRecord(Record):
     time: int
     steps: int = 0
     armed: int = 0  # Forward passes whose backward is all-reduced
-    dropped: int = 0  # Records that the queue had no room for, or that the disk refused
-    spent: int = 0  # Nanoseconds that budgeted diagnosis took, with what no clock shows
+    dropped: int = 0  # Records lost because the queue was full or the disk refused them
+    spent: int = 0  # Nanoseconds of budgeted diagnosis, including an estimate of untimed work
     over: int = 0  # Nanoseconds of the period in which it did
     followed: int = 0  # The same of following the steps, estimated from timed ones
 
@@ -90,7 +90,7 @@ class OwnWorkRecord(Record):
 
     time: int
     since: int  # Time at which the last phase ended
-    frames: tuple[Location, ...]  # The lines that the training thread is at, innermost first
+    frames: tuple[Location, ...]  # The current lines of the training thread, innermost first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,11 +161,11 @@ class EndOfProcess(PlacedRecord):
 
     time: int
     pid: int = 0
-    step: int | None = None  # The current step. None for a process that is no rank.
+    step: int | None = None  # The current step. None for a process that is not a rank.
     armed: int = 0  # Forward passes so far whose backward is all-reduced
     phase: str = ""
     rank: int | None = None
-    """This and the next fields come from the environment of a process that is no rank."""
+    """This and the next fields come from the environment of a process that is not a rank."""
     restart: int = 0
     leads_session: bool = False
     """It is a worker of the launcher, not a program that a worker started."""
@@ -222,8 +222,8 @@ class ShownErrorRecord(ErrorRecord):
 class PendingErrorRecord(ErrorRecord):
     """A collective was called while this exception was being handled.
 
-    It may be the end of a ``finally`` or ``with``, which the other ranks do not come to. Written
-    once for each line and kind of exception, at most 16 times per rank.
+    It may be the end of a ``finally`` or ``with``, which the other ranks do not reach. Written once
+    for each line and kind of exception, at most 16 times per rank.
     """
 
     kind = "pending_error"
@@ -233,7 +233,7 @@ class PendingErrorRecord(ErrorRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnStoreRecord(EndOfProcess):
-    """A rank connects to a store of the script that no rank opens."""
+    """A rank connects to a store of the script that no rank serves."""
 
     kind = "own_store"
 

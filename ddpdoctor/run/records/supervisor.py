@@ -20,7 +20,7 @@ class Frame(NamedTuple):
     """One frame of Python code."""
 
     path: str
-    """The file, absolute where that is known; ``<string>`` and the like for code without one."""
+    """The file, absolute if known. ``<string>`` and the like for code without a file."""
     line: int  # 0 if it is not known
     function: str
 
@@ -43,9 +43,9 @@ class Thread(Part):
     """Whether ``faulthandler`` said that this thread wrote the stacks; False in all others."""
     frames: tuple[Frame, ...]  # Outermost first
     awaited: bool = False
-    """Whether the interpreter is known to wait for it at the end: it is no daemon."""
+    """Whether the interpreter is known to wait for it at the end: it is not a daemon."""
     variables: tuple[Variable, ...] = ()
-    """Those of the user's innermost frames, if they were asked for, in the main thread alone."""
+    """Variables of the user's innermost frames in the main thread, if requested."""
 
 
 @positional(frozen=True)
@@ -218,7 +218,7 @@ class RankEvidence(Part):
     stacks: RankStacks | None = None
     later: RankStacks | None = None  # Its stacks a second later, if it did not wait in a collective
     workers: tuple[tuple[RankStacks, ...], ...] = ()
-    """The stacks of each worker of its DataLoader, at two moments."""
+    """The stacks of each worker of its DataLoader, captured twice."""
     activity: ProcessActivity | None = None  # None if its process could not be watched
     launcher_works: bool = False  # The job's launcher was at work
     lost: float = 0.0  # Seconds of its silence in which it, or a child process of it, had no core

@@ -24,7 +24,7 @@ class StepRecord(Record):
     kind = "step"
     kept = 0
 
-    step: int = -1  # Its number, or that of the last of several. -1 if the line is no step.
+    step: int = -1  # Its number, or that of the last of several. -1 if the line is not a step.
     steps: int = 1  # Number of steps in the line. Loss and samples are those of some of them.
     each: tuple[int, ...] = ()
     """Run-length encoded backwards per step, if they differ: a number, its steps, a number, ..."""
@@ -73,7 +73,7 @@ class StepRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedRecord(Record):
-    """What one step trained with. Written if it is asked for (`ddpdoctor.run.names.TRAINED`)."""
+    """The data and settings of one step. Written on request (`ddpdoctor.run.names.TRAINED`)."""
 
     kind = "trained"
     kept = 16
@@ -169,7 +169,7 @@ class LoopRecord(Record):
     """A training loop began or ended."""
 
     kind = "loop"
-    # A begin without its end would look like a loop that was never left.
+    # A begin without an end would look like a loop that was never left.
     kept = 0
 
     time: int
@@ -238,7 +238,7 @@ class Sketch(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassRecord(PlacedRecord):
-    """What a pass over a loader drew. At most 32 passes per rank.
+    """The indices drawn by a pass over a loader. At most 32 passes per rank.
 
     ``path`` and ``line`` are where the loader is read. Each pass is written several times. The last
     record counts.
@@ -268,7 +268,7 @@ class PassRecord(PlacedRecord):
     subset: int | None = None  # A hash of the indices of a ``Subset``
     subset_length: int | None = None
     length: int | None = None  # Size of the index space that all ranks share. None if not known.
-    batches: int | None = None  # Number of batches to come. None if only the job's code could tell.
+    batches: int | None = None  # Number of batches to come. None if only the job's code knows.
     followed: int = 0  # Number of indices of that space that all ranks record
     fetched: int = 0  # Batches that the training loop fetched
     marks: int = 0  # Batches that were followed by a backward pass
@@ -284,8 +284,8 @@ class PassRecord(PlacedRecord):
     order: int | None = None  # A hash of the draws in their order
     falls: int = 0  # Draws that are smaller than the one before
     repeats: int = 0  # Recorded indices that were drawn again
-    opaque: bool = False  # Its indices are no integers
-    hits: tuple[int, ...] = ()  # The drawn ones of the recorded indices
+    opaque: bool = False  # Its indices are not integers
+    hits: tuple[int, ...] = ()  # Recorded indices that were drawn
     rows: tuple[tuple[int | None, ...], ...] = ()
     """Samples by content: the index (None without one), then hashes of the values."""
     head: Head | None = None
@@ -297,9 +297,9 @@ class GeneratorState(NamedTuple):
 
     name: str  # ``torch``, ``numpy`` or ``python``
     place: str
-    """``forward`` or ``backward`` if it was read as that began, ``batch`` if as a batch came."""
+    """Read at the start of ``forward`` or ``backward``, or when a ``batch`` arrived."""
     block: int  # A hash of its block of numbers, which it replaces when all of them are used
-    used: int  # How many of that block are used
+    used: int  # Number of used values in that block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,7 +316,7 @@ class RandomRecord(Record):
     restart: int = 0
     worker: int | None = None  # The number of a loader's worker. None for the rank itself.
     dataset: str = ""  # The class of the worker's data set
-    generation: int = 0  # How many workers of that number wrote before it
+    generation: int = 0  # Number of workers with that number that wrote before
     drops: bool = False  # A DDP module has layers for dropout
     states: tuple[GeneratorState, ...] = ()
 

@@ -245,12 +245,15 @@ def decode(
     try:
         return None if declared is None else decoder(declared)(line)
     except RecursionError:
-        # Parts in parts in parts.
+        # Parts may be nested deeply.
         return None
 
 
 def parse(line: bytes, kinds: Mapping[str, type[Record]] = RANK_RECORDS) -> Record | None:
-    """Return the record of a journal line. None if it is torn, no record, or of no known kind."""
+    """Return the record of a journal line.
+
+    None if it is torn, not a record, or of an unknown kind.
+    """
     try:
         found = opening.loads(line)
     except ValueError:

@@ -30,14 +30,14 @@ TIME_COLUMNS = (*PHASES, "own", "total")
 
 @dataclass(frozen=True)
 class Column:
-    """A column. Where room is short, the least important ones go first."""
+    """A column. If there is little room, the least important ones are dropped first."""
 
     name: str
     title: str
     width: int
     importance: int
     unit: str = ""  # Empty for times, which share their unit
-    shown: Callable[[float | None], str] | None = None  # Formats its numbers, if they are no times
+    shown: Callable[[float | None], str] | None = None  # Formats its numbers, if they are not times
     live: bool = True  # Whether words may take its place for a rank that does not run
     left: bool = False
     of_gpu: bool = False
@@ -68,14 +68,14 @@ _OPTIONAL = ("stage", "phase", "heartbeat", "memory", "utilization", "power", "t
 """Columns left out if no rank has a value, as in a run that is over or without a pipeline."""
 
 _METER_WIDTHS = {"memory": 12, "utilization": 10}
-"""The columns that are bars, and how wide they are on a wide screen."""
+"""The columns that are bars, and their widths on a wide screen."""
 
 QUANTILES = (*TIME_COLUMNS, "memory", "utilization", "power")
-"""The columns whose quantiles over many ranks mean something."""
+"""The columns whose quantiles over many ranks are meaningful."""
 
 _MEMORY_STYLES = ((0.95, "error"), (0.80, "warning"), (0.0, "good"))
 _UTILIZATION_STYLES = ((0.70, "good"), (0.30, "warning"), (0.0, "error"))
-"""Colours from a share on: full memory is bad, and so is an idle GPU."""
+"""Colours by minimum share: full memory is bad, and so is an idle GPU."""
 
 
 def phase_cell(times: Times | None, name: str, unit: formatting.TimeUnit) -> str:
@@ -92,7 +92,7 @@ def phase_cell(times: Times | None, name: str, unit: formatting.TimeUnit) -> str
 def fitting_columns(
     ranks: Sequence[RankRow], room: int, min_bar: int = MIN_BAR
 ) -> tuple[tuple[Column, ...], int]:
-    """Return the most important columns that fit, and the room for the bar (0: none)."""
+    """Return the most important columns that fit, and the room for the bar (0: no bar)."""
     possible = _possible_columns(ranks, room)
     wished = [(column.importance, column.name, column.width) for column in possible]
     wished.append((_BAR_IMPORTANCE, "bar", min_bar))
@@ -100,7 +100,7 @@ def fitting_columns(
     taken: set[str] = set()
     for _, name, width in sorted(wished, reverse=True):
         if left <= width:
-            # A less important column must not take the place of one that had no room.
+            # A less important column must not replace one that did not fit.
             break
         left -= width + 1
         taken.add(name)
@@ -109,7 +109,7 @@ def fitting_columns(
 
 
 def _possible_columns(ranks: Sequence[RankRow], room: int) -> list[Column]:
-    """Return the columns that these ranks have something for, with their titles and widths."""
+    """Return the columns in which these ranks have values, with their titles and widths."""
     gpus = any(row.gpu is not None for row in ranks)
     nodes = len({row.node for row in ranks}) > 1
 
@@ -178,7 +178,7 @@ def fitted_cell(column: Column, text: str) -> str:
 
 
 def node_and_gpu(row: RankRow, room: int) -> str:
-    """Return ``node:gpu``. A long name loses its beginning, since the end tells nodes apart."""
+    """Return ``node:gpu``. A long name loses its beginning, since the end distinguishes nodes."""
     suffix = "" if row.gpu is None else f":{row.gpu.index}"
     node = row.node if row.node.replace(".", "").isdigit() else row.node.partition(".")[0]
     left = max(room - len(suffix), 0)
@@ -196,16 +196,16 @@ _OVER = ("dead", "ended")
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that do the same."""
+    """Ranks with the same activity."""
 
     ranks: tuple[int, ...]
     doing: str  # Phase or collective, or the state if the rank does nothing
     site: str
-    since: float | None  # Seconds that the longest of them has been at it
+    since: float | None  # Seconds since the first of them began it
 
 
 def rank_groups(rows: Sequence[RankRow]) -> list[RankGroup]:
-    """Group ranks by what they do. Groups of few ranks come first: look at the odd one out."""
+    """Group ranks by activity. Groups of few ranks come first, since they are the unusual ones."""
     found: dict[tuple[str, str], list[RankRow]] = {}
     for row in rows:
         found.setdefault((activity_text(row), short_site(row.site)), []).append(row)
@@ -218,7 +218,7 @@ def rank_groups(rows: Sequence[RankRow]) -> list[RankGroup]:
 
 
 def activity_text(row: RankRow) -> str:
-    """Say what a rank does, in a few words."""
+    """Describe a rank's activity in a few words."""
     if row.state in _OVER:
         return row.said or row.state
     what = f"{row.phase or 'unknown'} ({row.collective})" if row.collective else row.phase
@@ -229,7 +229,7 @@ def activity_text(row: RankRow) -> str:
 
 @lru_cache(maxsize=1024)
 def short_site(site: str) -> str:
-    """Return a place in the code, relative to the working directory if it is below it."""
+    """Return a place in the code, relative to the working directory if below it."""
     path, colon, line = site.rpartition(":")
     if not path:
         return site
@@ -241,7 +241,7 @@ def short_site(site: str) -> str:
 
 
 def group_line(group: RankGroup, scene: Scene) -> Line:
-    """Draw a group: ranks, what, where, how long. Where room is short, use fewer words."""
+    """Draw a group: ranks, activity, place, duration. If there is little room, use fewer words."""
     ranks = scene.cut(bracketed(group.ranks), max(scene.room // 3, 8))
     since = "" if group.since is None else f" for {formatting.duration(group.since)}"
     site = f" {group.site}" if group.site else ""
@@ -256,7 +256,7 @@ def group_line(group: RankGroup, scene: Scene) -> Line:
 
 
 def activity_lines(row: RankRow, processes: Sequence[str], room: int) -> list[Line]:
-    """Draw what one rank does, and the processes below it."""
+    """Draw the activity of one rank, and the processes below it."""
     facts = [
         ("doing", activity_text(row)),
         ("at", short_site(row.site)),
@@ -272,7 +272,7 @@ def activity_lines(row: RankRow, processes: Sequence[str], room: int) -> list[Li
 
 
 def full_rank(row: RankRow, scene: Scene) -> list[Line]:
-    """Draw everything that is known of a rank, the most important first."""
+    """Draw everything known about a rank, the most important first."""
     facts = [f"rank {row.rank} on {row.node or 'this node'}"]
     facts += [f"stage {row.stage}"] if row.stage else []
     facts += [f"pid {row.pid}"] if row.pid is not None else []
@@ -357,11 +357,11 @@ def _memory_text(row: RankRow) -> str:
     return ", ".join(facts.values())
 
 
-_MIN_GROWTH = 16 << 20  # Bytes that a rank has to gain for its slope to be shown
+_MIN_GROWTH = 16 << 20  # Minimum growth of a rank in bytes for its slope to be shown
 
 
 def _slope_text(row: RankRow, scene: Scene) -> str:
-    """Return how much memory a rank gains in a minute, if it does so steadily."""
+    """Return the growth of a rank's memory per minute, if it is steady."""
     known = [(each.time, each.memory.get(row.rank)) for each in scene.material.points]
     readings = [(int(at * 1000), size) for at, size in known if size is not None]
     found = steady_growth(readings, _MIN_GROWTH, EARLY_SEGMENTS)
@@ -387,7 +387,7 @@ def _gpu_text(gpu: Gpu) -> str:
 
 
 def link_facts(gpu: Gpu) -> list[str]:
-    """Say what a GPU's links carry."""
+    """Describe the traffic on a GPU's links."""
     links = (("PCIe", gpu.pcie), ("NVLink", gpu.nvlink))
     return [f"{name} {formatting.size(rate)}/s" for name, rate in links if rate is not None]
 
@@ -395,10 +395,10 @@ def link_facts(gpu: Gpu) -> list[str]:
 # -- the board
 
 WORDS_INSTEAD = ("dead", "starting", "debugger")
-"""States in which words take the place of a rank's numbers, if there is no room for both."""
+"""States in which words replace a rank's numbers, if there is no room for both."""
 
 _NOT_TRAINING = ("hung", "failing", "restarting")
-"""States of a run in which it matters what the ranks do, and no longer how long their steps are."""
+"""States of a run in which the ranks' activities matter, not the duration of their steps."""
 
 _STYLES = {"dead": "error", "stale": "dim", "ended": "dim", "starting": "dim"}
 """Styles of ranks' lines by state."""
@@ -490,7 +490,7 @@ class _Board:
         nodes = by_node(self._ranks)
         share = len(self._ranks)
         if len(nodes) + share > body:
-            # Not all of them fit: below each node show as many of its worst as there is room for.
+            # Not all of them fit: show as many of each node's worst ranks as there is room for.
             share = max(0, (body - 1) // max(len(nodes), 1) - 1)
         entries: list[RankRow | _Node] = []
         for node in nodes.items():
@@ -503,7 +503,7 @@ class _Board:
         return entries
 
     def _window(self, entries: Sequence[RankRow | _Node], body: int) -> tuple[int, int, int]:
-        """Return the first entry, how many are shown, and the lines left for the others."""
+        """Return the first entry, the number shown, and the lines left for the others."""
         if len(entries) <= body:
             return 0, len(entries), 0
         tail = 4 if body >= 12 else 1 if body >= 3 else 0
@@ -553,7 +553,7 @@ class _Board:
         return ((text if bar else fit(text, self._room), "cursor"), *bar)
 
     def _rank_cells(self, row: RankRow, words: str) -> list[Span]:
-        """Draw cursor, sign and numbers. Leave out those without room beside the ``words``."""
+        """Draw cursor, sign and numbers. Leave out numbers that do not fit beside the ``words``."""
         verdict, style = self._snapshot.verdict, _STYLES.get(row.state, "")
         blamed = row.rank == verdict.rank
         guilty, usual = "", self._snapshot.median
@@ -594,7 +594,7 @@ class _Board:
         return row.said or ("in the debugger" if row.state == "debugger" else row.state)
 
     def _node_line(self, node: str, ranks: Sequence[RankRow]) -> Line:
-        """Draw a node in one line: how many ranks, the slowest of them, its GPUs, states."""
+        """Draw a node in one line: its number of ranks, the slowest one, its GPUs, states."""
         parts = [formatting.count(len(ranks), "rank")]
         owns = {row.rank: row.times.own for row in ranks if row.times is not None}
         if owns:
@@ -655,7 +655,7 @@ class _Board:
         return result
 
     def _median_line(self) -> Line:
-        """Draw the median of all ranks, and how far the slowest is from it."""
+        """Draw the median of all ranks, and the slowest rank's distance from it."""
 
         def typical(column: Column) -> str:
             if column.name in TIME_COLUMNS:

@@ -1,4 +1,4 @@
-"""Define what is drawn, with which characters, and draw bars and charts of text."""
+"""Define scenes and their characters, and draw bars and charts of text."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class Marks:
     ascii_only: bool
     letters: bool  # Whether phases are letters, since there are no colours
     levels: str  # Bars by height, from empty to full
-    fill: str  # A stretch of a stacked bar
-    waiting: str  # A stretch of waiting
+    fill: str  # A part of a stacked bar
+    waiting: str  # Waiting in a stacked bar
     ellipsis: str
     rule: str
     dot: str  # Between parts of a line
@@ -96,7 +96,7 @@ ASCII = Marks(
 
 @dataclass(frozen=True)
 class Frame:
-    """Lines of a screen or of a part of it, and what they are about."""
+    """Lines of a screen or of a part of it, and their subjects."""
 
     lines: tuple[Line, ...]
     ranks: Mapping[int, int] = field(default_factory=dict)  # The rank of each line
@@ -104,7 +104,7 @@ class Frame:
     """The entry of a panel's list on each line."""
     visible: frozenset[int] | None = None  # The ranks on screen. None behind a panel.
     top: int = 0  # The first row of the board on screen
-    item: int = 0  # How far the panel is scrolled, at most to its end
+    item: int = 0  # The scroll position of the panel, at most its end
 
     def below(self, lines: Sequence[Line]) -> Frame:
         """Return the frame below other lines."""
@@ -118,18 +118,18 @@ class Frame:
 
 @dataclass(frozen=True)
 class Material:
-    """What a screen shows beside the snapshot."""
+    """The content of a screen besides the snapshot."""
 
     points: tuple[Point, ...] = ()  # The run over time, oldest first
     asked: tuple[str, ...] = ()
-    """The lines that a key asked for: processes below a rank, how to attach, live runs."""
+    """The lines that a key requested: processes below a rank, how to attach, live runs."""
     taken: TakenStacks | None = None  # The stacks. None until they were taken.
     outlier: TakenStacks | None = None  # The stacks of the blamed rank, as a wide screen shows them
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A snapshot, how it is shown, and the columns there are."""
+    """A snapshot, how it is shown, and the available columns."""
 
     snapshot: Snapshot
     view: View
@@ -139,7 +139,7 @@ class Scene:
 
     @cached_property
     def row(self) -> RankRow | None:
-        """The rank that the keys are about."""
+        """The rank that keys apply to."""
         return chosen_rank(self.snapshot, self.view)
 
     def cut(self, text: str, room: int | None = None) -> str:
@@ -160,7 +160,7 @@ def scene_of(snapshot: Snapshot, view: View, room: int, material: Material | Non
 
 # -- bars and charts of text
 
-PHASE_LETTERS = dict(zip(PHASES, "dfbo.w", strict=True))  # How a phase is drawn without colours
+PHASE_LETTERS = dict(zip(PHASES, "dfbo.w", strict=True))  # The letter of a phase without colours
 
 _PARTS = attrgetter(*PHASES)
 
@@ -168,7 +168,7 @@ _MIN_AXIS = 1e-12
 
 
 def glyph(phase: str, marks: Marks) -> str:
-    """Return the character that a phase's stretch of a bar is made of."""
+    """Return the character for a phase in a bar."""
     if marks.letters:
         return PHASE_LETTERS[phase]
     return marks.waiting if phase == "wait" else marks.fill
@@ -201,7 +201,7 @@ def evenly_spread(values: Sequence[T], room: int) -> Sequence[T]:
 
 
 def _bounds(times: Times) -> list[float]:
-    """Return where each phase ends, in seconds from the step's beginning."""
+    """Return the end of each phase, in seconds from the step's beginning."""
     return list(accumulate([max(0.0, each) for each in _PARTS(times)]))
 
 
@@ -245,7 +245,7 @@ def bar_chart(
     def filled(value: float | None) -> int:
         if value is None or not math.isfinite(value) or value < 0 or top <= 0:
             return 0
-        # What was measured is never an empty bar.
+        # A measured value is never an empty bar.
         return max(1, min(most, math.ceil(value / top * most - 1e-9)))
 
     bars = [filled(value) for value in evenly_spread(values, room)]
@@ -267,7 +267,7 @@ def framed_chart(title: str, top: str, drawn: Sequence[Line]) -> list[Line]:
 
 
 def meter(text: str, share: float | None, room: int, style: str) -> Line:
-    """Draw a text in a cell of ``room`` columns, of which a share is filled."""
+    """Draw a text in a cell of ``room`` columns, a share of which is filled."""
     text = f"{text:>{room}}"
     filled = 0 if share is None else round(max(0.0, min(share, 1.0)) * room)
     return ((text[:filled], f"{style} meter"), (text[filled:], ""))

@@ -56,7 +56,7 @@ def findings_panel(scene: Scene, height: int) -> Frame:
         return Frame(tuple(wrapped(text, scene.room, "dim")))
     item = min(scene.view.item, len(found) - 1)
     body = full_finding(found[item], scene.room) if scene.view.opened else []
-    # The selected one with its text comes first. The list fills the rest around it.
+    # Draw the selected one with its text first, and fill the rest with the list around it.
     around = max(height - len(body) - 1, 1)
     first = max(0, min(item - around // 2, len(found) - around))
     lines: list[Line] = []
@@ -92,7 +92,7 @@ def full_finding(row: FindingRow, room: int) -> list[Line]:
 
 
 def choices_panel(scene: Scene, height: int) -> Frame:
-    """Draw the lines to choose from, around the selected one."""
+    """Draw the choices around the selected one."""
     asked, item = scene.material.asked, scene.view.item
     first = max(0, min(item - height // 2, len(asked) - height))
     numbers = range(first, max(first, min(len(asked), first + height)))
@@ -159,7 +159,7 @@ def environment_panel(scene: Scene) -> list[Line]:
 
 
 def _stacks_panel(scene: Scene) -> list[Line]:
-    """Draw where the ranks are in the code, or one of them, and their stacks."""
+    """Draw the positions of all ranks, or of one, in the code, and their stacks."""
     row = None if scene.view.everyone else scene.row
     if row is not None:
         lines = activity_lines(row, scene.material.asked, scene.room)
@@ -237,7 +237,7 @@ def _gpu_names(snapshot: Snapshot) -> list[str]:
 
 
 def _meter_line(name: str, share: float | None, text: str, scene: Scene) -> Line:
-    """Draw a name, a bar of how much is used, the number, and words."""
+    """Draw a name, a bar of the used share, the number, and words."""
     room, marks = scene.room, scene.marks
     label = 12 if room >= 40 else 6
     bar = 20 if room >= 60 else 8 if room >= 40 else 0
@@ -252,13 +252,13 @@ def _meter_line(name: str, share: float | None, text: str, scene: Scene) -> Line
 # -- below the board
 
 PANE_COLUMNS, PANE_GAP = 58, 3
-"""Columns for which there is another pane beside the first, and columns between two panes."""
+"""Minimum columns for a second pane beside the first, and columns between two panes."""
 
 MIN_CHART, MAX_CHART = 6, 20  # Lines of a chart with its title
 
-TALL = 30  # Lines from which on the worst finding is shown in full
-MIN_POINTS = 4  # Points that a chart needs
-_Chart = Callable[[int], list[Line]]  # Draws a chart in so many lines
+TALL = 30  # Minimum lines for showing the worst finding in full
+MIN_POINTS = 4  # Minimum number of points for a chart
+_Chart = Callable[[int], list[Line]]  # Draws a chart with a number of lines
 
 
 def draw_below(scene: Scene, height: int) -> list[Line]:
@@ -295,7 +295,7 @@ def charts_alone(scene: Scene, height: int) -> list[Line]:
 
 @lru_cache(maxsize=4)
 def _chart_panes(subject: _ChartSubject, most: int, height: int) -> tuple[list[Line], ...]:
-    """Draw the panes of charts, again when there is another point."""
+    """Draw the panes of charts, once for each new point."""
     charts = _charts(subject)
     half = (len(charts) + 1) // 2 if most > 1 else len(charts)
     return tuple(_pane(side, height) for side in (charts[:half], charts[half:]) if side)
@@ -309,7 +309,7 @@ def _pane(charts: Sequence[_Chart], height: int) -> list[Line]:
 
 
 def _stacked_sections(sections: Sequence[list[Line]], height: int) -> list[Line]:
-    """Put as many sections as fit below each other, with a line between them."""
+    """Stack as many sections as fit, with a line between them."""
     lines: list[Line] = []
     for section in sections:
         if height - len(lines) < 2 + bool(lines):
@@ -364,7 +364,7 @@ def _outlier_stacks(taken: TakenStacks, scene: Scene) -> list[Line]:
 
 
 def _gpu_lines(scene: Scene) -> list[Line]:
-    """Draw each GPU: power, temperature, what its links carry, and which processes use it."""
+    """Draw each GPU: power, temperature, traffic on its links, and its processes."""
     snapshot = scene.snapshot
     ranks = {row.pid: row.rank for row in snapshot.ranks if row.pid is not None}
     lines: list[Line] = [(("GPUs: power, temperature, links, processes", "dim"),)]
@@ -388,7 +388,7 @@ def _gpu_lines(scene: Scene) -> list[Line]:
 
 @dataclass(frozen=True)
 class _ChartSubject:
-    """All that the charts depend on."""
+    """Everything that the charts depend on."""
 
     points: tuple[Point, ...]
     rank: int | None

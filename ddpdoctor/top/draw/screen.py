@@ -1,4 +1,4 @@
-"""Draw a whole screen of any size: the lines around the board, the board, and what is below it."""
+"""Draw a screen of any size: the lines around the board, the board, and the parts below it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def header_line(scene: Scene) -> Line:
 
 
 def _progress(snapshot: Snapshot) -> Iterator[str]:
-    """Yield how far the job is and how fast, the most important first."""
+    """Yield the progress and the speed of the job, the most important first."""
     job = snapshot.job
     if snapshot.started is not None:
         yield formatting.duration(max(0.0, snapshot.time - snapshot.started))
@@ -64,7 +64,7 @@ def verdict_lines(scene: Scene, most: int) -> list[Line]:
     room = scene.room - len(head)
     rows = [line[0][0] for line in wrapped(scene.snapshot.verdict.text, room)]
     if len(rows) > most:
-        # A line that fits gets an ellipsis all the same: there is more.
+        # A line that fits also gets an ellipsis, because there is more.
         rows[most - 1 :] = [scene.cut(rows[most - 1] + " " * room, room)]
     heads = [head, *[" " * len(head)] * (len(rows) - 1)]
     loud = style if style in ("warning", "error") else "bold"
@@ -172,7 +172,7 @@ def keys_line(scene: Scene) -> Line:
 
 
 def message_line(scene: Scene) -> Line | None:
-    """Draw what went wrong, the last key's message, or what the monitor could not read."""
+    """Draw an error, the last key's message, or what the monitor could not read."""
     view, notes = scene.view, scene.snapshot.notes
     if view.trouble:
         text, style = view.trouble, "error"
@@ -188,7 +188,7 @@ def message_line(scene: Scene) -> Line | None:
 
 # -- a whole screen
 
-MIN_BELOW = 14  # Lines that a board longer than a tall screen leaves to what is below it
+MIN_BELOW = 14  # Lines left for the parts below, if the board is longer than a tall screen
 
 TALL = 40
 
@@ -237,7 +237,7 @@ def _exact_line(line: Line, ascii_only: bool, room: int) -> Line:
 def _draw_body(scene: Scene, height: int) -> Frame:
     view, ranks = scene.view, scene.snapshot.ranks
     if view.panel == "signal":
-        # The question is below as much of the board as there is room for.
+        # As much of the board as fits stays above the question.
         space = height - len(scene.material.asked) - 1
         drawn = board.draw_board(scene, space if space >= 4 else 0)
         left = height - len(drawn.lines)
