@@ -211,7 +211,7 @@ class Gateway:
         ends_job: The first client that stops a session begun before the gate opened ends the
             job.
         hold_errors: Ranks hold at an uncaught exception, so timeouts are lifted from the start.
-        expected: The number of ranks; None if it is unknown.
+        expected: The number of ranks. None if it is unknown.
         project: Refuses clients of another project; None to serve all.
     """
 

@@ -44,7 +44,7 @@ class RankLink:
         pid: Its pid, as it sees itself.
         rank: Its global rank. None while unknown.
         local_rank: None if its launcher has no local ranks.
-        world_size: None while unknown. local_world_size: The number of ranks of this node; None if
+        world_size: None while unknown. local_world_size: The number of ranks of this node. None if
             its launcher does not say.
     """
 

@@ -394,7 +394,7 @@ def rewrite(
     """Write the wanted entries, remove the replaced ones, and leave the rest as it is.
 
     Args:
-        text: The content of the file; None if there is no file.
+        text: The content of the file. None if there is no file.
         sections: Its lists, no two with the same key.
         defaults: Other members of a root object that has to be created.
 

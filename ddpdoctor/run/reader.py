@@ -291,7 +291,7 @@ class RunReader:
         own: Refuse a ``run.json`` of another user, because the caller acts on its contents.
 
     Raises:
-        DoctorError: The directory is no run, is damaged, or has a newer format.
+        DoctorError: The directory is not a run, is damaged, or has a newer format.
     """
 
     def __init__(
@@ -478,7 +478,7 @@ def glance(path: Path) -> Run:
     """Make a snapshot of the status pages alone, since journals of a long job take long to read.
 
     Raises:
-        DoctorError: The directory is no run, is damaged, or has a newer format.
+        DoctorError: The directory is not a run, is damaged, or has a newer format.
         OSError: It cannot be listed.
     """
     ranks: list[Rank] = []

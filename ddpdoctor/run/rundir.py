@@ -289,7 +289,7 @@ def belongs(path: Path, folder: str) -> bool:
 
 
 def _real(name: object) -> Path | None:
-    """Return a path without links; None if it is not an absolute path."""
+    """Return a path without links. None if it is not an absolute path."""
     if isinstance(name, str) and os.path.isabs(name) and "\0" not in name:
         return Path(os.path.realpath(name))
     return None
@@ -402,7 +402,7 @@ def places(name: str) -> Iterator[Path]:
     ``latest`` is not taken as a path, since anyone may have created it in the working directory.
 
     Raises:
-        DoctorError: It is no path, and the base directory belongs to another user.
+        DoctorError: It is not a path, and the base directory belongs to another user.
     """
     if name != LATEST:
         yield Path(name)

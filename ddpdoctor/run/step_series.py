@@ -316,7 +316,7 @@ _MAX_HEAD = 64 << 20
 
 
 def parse_step(line: bytes) -> StepRecord | None:
-    """Decode a journal's line; None if it is torn, damaged, or no step."""
+    """Decode a journal's line. None if it is torn, damaged, or not a step."""
     step = parse(line) if len(line) <= _MAX_STEP_LINE else None
     if not isinstance(step, StepRecord) or min(step.step, *parts_of(step)[1:7]) < 0:
         return None
@@ -370,7 +370,7 @@ class StepLog:
         self._paths = (path.with_name(path.name + ".1"), path)
 
     def span(self) -> tuple[int, int] | None:
-        """Return the numbers of the first and the last step; None without steps."""
+        """Return the numbers of the first and the last step. None without steps."""
         numbers: list[int] = []
         with open_files(*self._paths) as files:
             for file in files:
@@ -434,7 +434,7 @@ def _first_step(
 
 
 def _end_of_step(file: File, number: int) -> int:
-    """Return the byte after the line of the last step up to ``number``; 0 if there is none."""
+    """Return the byte after the line of the last step up to ``number``. 0 if there is none."""
     low, high, place = 0, file.size(), 0
     while low < high:
         middle = (low + high) // 2

@@ -43,7 +43,7 @@ class Vitals:
         self._due = time.monotonic()
 
     def look(self, run: Run) -> bool:
-        """Take a sample if one is due. Return False, since it is no reason to examine the run.
+        """Take a sample if one is due. Return False, since it is not a reason to examine the run.
 
         Raises:
             OSError: The disk refuses the file.

@@ -209,7 +209,7 @@ def from_json(text: str) -> Ras:
     """Parse an answer in JSON, which NCCL 2.28.7 and newer have.
 
     Raises:
-        ValueError: It is no such answer.
+        ValueError: It is another answer.
     """
     # Up to NCCL 2.28.9 a comma is missing in the entries of ranks.
     text = re.sub(r'("nvml_dev": -?\d+)\n(\s*"status")', r"\1,\n\2", text)
@@ -295,7 +295,7 @@ def from_text(text: str) -> Ras:
     """Parse an answer in text.
 
     Raises:
-        ValueError: It is no such answer.
+        ValueError: It is another answer.
     """
     version = re.match(r"NCCL version (\S{1,40})", text)
     if version is None:

@@ -36,7 +36,7 @@ class FinishedSource(Played):
     is a source that has already read the run's end.
 
     Raises:
-        DoctorError: It is no run directory, or of a newer version.
+        DoctorError: It is not a run directory, or of a newer version.
     """
 
     def __init__(self, path: Path, interval: float, end: LiveSource | None = None) -> None:
@@ -177,7 +177,7 @@ class RunSource:
     """One run: live at first, then a replay of its steps.
 
     Raises:
-        DoctorError: It is no run directory, or of a newer version.
+        DoctorError: It is not a run directory, or of a newer version.
     """
 
     def __init__(self, path: Path, interval: float) -> None:

@@ -398,7 +398,7 @@ class LiveSource:
     """Follows the newest attempt of a live or just finished run.
 
     Raises:
-        DoctorError: It is no run directory, or of a newer version.
+        DoctorError: It is not a run directory, or of a newer version.
     """
 
     def __init__(self, path: Path, interval: float) -> None:

@@ -398,8 +398,8 @@ def open_record(path: Path, max_memory: int) -> OpenRecord | None:
 def ddp_group(path: Path, max_memory: int, searched: int = 0) -> tuple[tuple[int, ...], int]:
     """Return the ranks on GPUs with which a rank reduces gradients, and the bytes searched.
 
-    There are no ranks if its journal begins with several DDP groups, or without one. The journal is
-    searched again once it is twice as long as the part ``searched`` before.
+    Empty if its journal begins with several DDP groups, or without one. The journal is searched
+    again once it is twice as long as the part ``searched`` before.
     """
     with open_files(path) as files:
         size = min(files[0].size(), _RECORDS_SEARCHED) if files else 0

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ddpdoctor.core.user_code import Location
 
-JsonObject = dict[str, Any]  # A JSON object of a file that is no journal, or of a message
+JsonObject = dict[str, Any]  # A JSON object of a file other than a journal, or of a message
 
 # -- A `dataclass` that costs little at import: a rank declares dozens of records and makes few.
 #
@@ -208,7 +208,7 @@ def json_line(found: JsonObject) -> bytes:
     Its ``repr`` could run the job's code or wait for a GPU, which a rank's writing thread must not.
 
     Raises:
-        TypeError: A key is no string.
+        TypeError: A key is not a string.
         ValueError: It contains itself.
     """
     return json.dumps(found, separators=(",", ":"), default=_plain).encode() + b"\n"

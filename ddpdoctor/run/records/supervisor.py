@@ -37,10 +37,10 @@ class Variable(NamedTuple):
 class Thread(Part):
     """The stack of one thread."""
 
-    ident: int  # ``threading.get_ident()`` of the thread; 0 if it is not known
+    ident: int  # ``threading.get_ident()`` of the thread. 0 if it is not known
     name: str  # Its name, empty if it is not known
     current: bool
-    """Whether ``faulthandler`` said that this thread wrote the stacks; False in all others."""
+    """Whether ``faulthandler`` said that this thread wrote the stacks. False in all others."""
     frames: tuple[Frame, ...]  # Outermost first
     awaited: bool = False
     """Whether the interpreter is known to wait for it at the end: it is not a daemon."""
@@ -64,10 +64,10 @@ class ProcessState(Part):
 
     letter: str = ""
     """The main thread's state as in ``/proc/PID/stat``: R runs, S sleeps, D waits for a device or
-    disk, T is stopped, t is held by a tracer, Z has ended; empty if there is no such process."""
+    disk, T is stopped, t is held by a tracer, Z has ended. Empty if there is no such process."""
     cpu_seconds: float = 0.0  # CPU time of the process so far, user and system
     wchan: str = ""
-    """The function of the kernel that the main thread sleeps in; empty if that is unknown."""
+    """The function of the kernel that the main thread sleeps in. Empty if that is unknown."""
     children: tuple[ChildState, ...] = ()  # Its child processes, ascending by pid
 
 
@@ -85,16 +85,16 @@ class RankStacks(Part):
     threads: tuple[Thread, ...] = ()  # The main thread first, if it is known
     native: tuple[str, ...] = ()
     """Native frames of the main thread below its innermost Python frame, outermost first, from
-    py-spy; empty if it was not asked for or could not be had."""
+    py-spy. Empty if not requested or not available."""
     state: ProcessState = field(default_factory=ProcessState)
     gil_held: bool = False
     """Whether native code held the GIL for so long that no Python could run in the rank."""
     trouble: str = ""
-    """Why there are no stacks, in a few words: ``stopped (SIGSTOP)``. Empty where there are."""
+    """Why there are no stacks, in a few words: ``stopped (SIGSTOP)``. Empty otherwise."""
     note: str = ""
-    """What is missing although there are stacks, in a few words: why there are no native frames."""
+    """What else is missing, in a few words: why there are no native frames."""
     world_size: int = 0
-    """The argument of the ``init_process_group`` that it is in; 0 if it is in none, or unknown."""
+    """The argument of the ``init_process_group`` that it is in. 0 if it is in none, or unknown."""
 
     @property
     def main(self) -> Thread | None:
@@ -126,7 +126,7 @@ class ProcessActivity(Part):
     children_network: bool = False
     switches: int = 0  # How often its main thread waited for something that came
     since_cpu: float | None = None
-    """Cores used by its main thread since the examination before; None if that is not known."""
+    """Cores used by its main thread since the previous examination. None if that is not known."""
     since_children_cpu: float | None = None
     """Cores used by the main threads of its children since then."""
     wrote: int = 0  # Bytes that it wrote since the examination, in which it was asked for nothing
@@ -146,7 +146,7 @@ class FlightCall(Part):
 
     id: int = 0  # Its place among all that were recorded
     group: str = ""  # Name of the process group; ``0`` is the default group
-    members: str = ""  # Ranks of the group, ``0-3``; empty if they are not known
+    members: str = ""  # Ranks of the group, ``0-3``. Empty if they are not known
     sequence: int = 0  # Its number in the group, counted for each backend
     point_to_point: bool = False  # It is a send or a receive
     backend: str = ""
@@ -155,7 +155,7 @@ class FlightCall(Part):
     dtypes: tuple[str, ...] = ()
     created: int = 0  # Unix nanoseconds
     retired: bool = False
-    state: str = ""  # ``scheduled``, ``started`` or ``completed``; empty with gloo
+    state: str = ""  # ``scheduled``, ``started`` or ``completed``. Empty with gloo
     duration: float | None = None
     """Milliseconds on the GPU; known only where the starts of collectives are recorded."""
     lines: tuple[str, ...] = ()  # The user's lines that led to it, ``path:line``, innermost first
@@ -197,7 +197,7 @@ class RankEvidence(Part):
     exit: ProcessExit | None = None  # The end of its process, if that was seen
     ended: bool = False  # Its script has come to its regular end
     phase: str | None = None
-    """The phase on its status page; None if it has not joined a process group."""
+    """The phase on its status page. None if it has not joined a process group."""
     since: int = 0  # When it entered that phase, in Unix nanoseconds
     step: int = 0  # Steps closed
     armed: int = 0  # Forwards whose backward was to be all-reduced
@@ -207,11 +207,11 @@ class RankEvidence(Part):
     sites: dict[str, str] = field(default_factory=dict)
     """The lines at which it entered phases, by phase."""
     silent: int | None = None  # Nanoseconds since its writing thread was awake
-    waited: int = 0  # The order of the asynchronous collective that it waits for; 0 if none
+    waited: int = 0  # The order of the asynchronous collective that it waits for. 0 if none
     collectives: tuple[Collective, ...] = ()
     """Its newest collectives called from Python, oldest first."""
     flight: tuple[FlightCall, ...] | None = None
-    """Its newest collectives by its Flight Recorder; None if that did not answer."""
+    """Its newest collectives from its Flight Recorder. None if that did not answer."""
     flight_trouble: str = ""  # Why its Flight Recorder could not be read
     device: tuple[GpuMark, ...] = ()  # The probe's newest markers in the stream of its GPU
     sends: bool = False  # A send or a receive is not done
@@ -225,7 +225,7 @@ class RankEvidence(Part):
     steady: int = 0  # Examinations in a row that saw the rank do the same
     steadied: float = 0.0  # Seconds that it had been silent, with a core, at the last of them
     dump: str = ""
-    """The Flight Recorder file that this was read from; empty for a rank that was examined."""
+    """The Flight Recorder file that this was read from. Empty for a rank that was examined."""
     forgets: bool = False  # That file lacks older collectives
     timeout: int = 0
     """Nanoseconds after which the collective that it waits for times out, by that file."""
@@ -334,20 +334,20 @@ class HangRecord(Record):
     restart: int
     seconds: float  # For how long no rank had made progress
     everybody: bool = True
-    """No rank made progress; False if some rank did while others waited for long."""
+    """No rank made progress. False if some rank did while others waited for long."""
     fresh: bool = False  # A rank is still in its first step
     limit: float = 0.0  # Seconds without progress, but with a core, after which a rank is suspected
     launcher_works: bool = False  # The launcher used the CPU during the examination
     file: str = ""  # The file of the run directory that holds this record with ``ranks``
     trouble: str = ""  # Why there is no such file
-    ras: Ras | None = None  # What NCCL's RAS said; None where there is none
+    ras: Ras | None = None  # The response of NCCL's RAS. None where there is none
     links: tuple[str, ...] = ()  # Interfaces of the supervisor's machine that lead nowhere
     ranks: tuple[RankEvidence, ...] = ()  # The evidence about each rank; in that file only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangOverRecord(Record):
-    """The job goes on."""
+    """The job continues."""
 
     kind = "hang_over"
 
@@ -418,7 +418,7 @@ class GpuState(Part):
     restart: int
     device_uuid: str
     gpu: int  # Its index
-    others: int = 0  # Processes on it that are no ranks of the job
+    others: int = 0  # Processes on it that are not ranks of the job
     clock: float | None = None  # Highest measured clock of the multiprocessors, in Hz
     power_limit: float | None = None  # Watts
     throttled: tuple[str, ...] = ()  # Throttle reasons that were present in every sample
