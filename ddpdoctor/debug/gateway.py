@@ -129,8 +129,7 @@ class _Listener:
         self._behind: float | None = None
         """Start of the period in which more connections arrived than could be accepted."""
         self._is_reported = False
-        self.paused: asyncio.TimerHandle | None = None
-        """The timer that ends a pause, or None."""
+        self.paused: asyncio.TimerHandle | None = None  # The timer that ends a pause, or None
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         listener.setblocking(False)

@@ -225,8 +225,7 @@ class Child:
         self._to_rank = to_rank
         self._client = client
         self._held: tuple[Message, bytes] | None = None
-        self.configuring: set[object] = {None}
-        """Sequence numbers of ``configurationDone``."""
+        self.configuring: set[object] = {None}  # Sequence numbers of ``configurationDone``
         self.configured = False
         self.released = False  # One of its stops was hidden from the client
         self.ended = asyncio.Event()

@@ -20,8 +20,7 @@ FIRST_WINDOW, MAX_WINDOW = 5.0, 300.0  # Seconds. Each window is twice as long a
 MIN_SENT = 64 << 10  # Minimum bytes in a window for a link to be recorded
 MAX_LINKS = 16  # Maximum number of recorded links per window, those with the most bytes
 
-MIN_BUSY = 0.5
-"""Minimum share of a window in which a full connection has data in flight."""
+MIN_BUSY = 0.5  # Minimum share of a window in which a full connection has data in flight
 
 MIN_RATE = 0.25
 """Minimum rate of a full connection while data are in flight, as a share of the rate that the

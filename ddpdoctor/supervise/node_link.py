@@ -31,8 +31,7 @@ main(sys.argv[1:])
 """
 _PACKAGES = str(Path(__file__).parents[2])
 
-JOIN_TIME = 0.5
-"""Seconds after which all ranks of this node have joined a process group."""
+JOIN_TIME = 0.5  # Seconds after which all ranks of this node have joined a process group
 
 MEETING = "nodes"  # The file of the meeting in a run directory
 

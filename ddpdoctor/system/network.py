@@ -44,8 +44,7 @@ class Traffic(NamedTuple):
     rtt: float  # Smoothed round trip in seconds
     sent: int  # Bytes that the peer's kernel has acknowledged
     rate: int  # The kernel's estimate of the current rate, in bytes per second
-    busy: float
-    """Seconds with data in flight, except those in which the peer did not read."""
+    busy: float  # Seconds with data in flight, except those in which the peer did not read
 
 
 def traffic(inodes: Collection[int]) -> dict[int, Traffic]:

@@ -31,8 +31,7 @@ RECORDING_FORMAT = 2
 
 MAX_FRAMES = 1 << 20  # Maximum number of played frames: twelve days at one per second
 
-_MAX_EXPANDED = 1 << 31
-"""Maximum expanded size of a recording in bytes. The rest is not played."""
+_MAX_EXPANDED = 1 << 31  # Maximum expanded size of a recording in bytes. The rest is not played.
 
 _MAX_LINE = 1 << 26
 _CHUNK = 1 << 18

@@ -19,8 +19,7 @@ from ddpdoctor.run.ring import Collective
 class Frame(NamedTuple):
     """One frame of Python code."""
 
-    path: str
-    """The file, absolute if known. ``<string>`` and the like for code without a file."""
+    path: str  # The file, absolute if known. ``<string>`` and the like for code without a file.
     line: int  # 0 if it is not known
     function: str
 
@@ -91,8 +90,7 @@ class RankStacks(Part):
     """Whether native code held the GIL for so long that no Python could run in the rank."""
     trouble: str = ""
     """Why there are no stacks, in a few words: ``stopped (SIGSTOP)``. Empty otherwise."""
-    note: str = ""
-    """What else is missing, in a few words: why there are no native frames."""
+    note: str = ""  # What else is missing, in a few words: why there are no native frames
     world_size: int = 0
     """The argument of the ``init_process_group`` that it is in. 0 if it is in none, or unknown."""
 

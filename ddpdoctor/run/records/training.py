@@ -43,8 +43,7 @@ class StepRecord(Record):
     cpu: int | None = None
     """CPU time of the training thread. None if the kernel does not report it."""
     waited: int | None = None  # Time in which the thread was ready to run and had no CPU core
-    host: int = 0
-    """Time of the host's own work, if it surely ran ahead of the rank's GPU. Else 0."""
+    host: int = 0  # Time of the host's own work, if it surely ran ahead of the rank's GPU. Else 0.
     samples: int | None = None
     loss: float | None = None
     norm: float | None = None
@@ -296,8 +295,7 @@ class GeneratorState(NamedTuple):
     """The state of a generator of random numbers at one moment. In JSON a list."""
 
     name: str  # ``torch``, ``numpy`` or ``python``
-    place: str
-    """Read at the start of ``forward`` or ``backward``, or when a ``batch`` arrived."""
+    place: str  # Read at the start of ``forward`` or ``backward``, or when a ``batch`` arrived
     block: int  # A hash of its block of numbers, which it replaces when all of them are used
     used: int  # Number of used values in that block
 
