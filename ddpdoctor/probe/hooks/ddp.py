@@ -104,12 +104,12 @@ def _constructed(result: None, ddp: Any, *args: Any, **kwargs: Any) -> None:
     if state is None:
         return
     state.tracker.here()
-    _built(ddp, bool(kwargs.get("static_graph", args[3] if len(args) > 3 else False)))
+    _built(ddp)
     emit(Observer.ddp_built, ddp)
 
 
 @shield.shielded
-def _built(ddp: Any, static_graph: bool) -> None:
+def _built(ddp: Any) -> None:
     state = rank.current()
     if state is None:
         return
@@ -130,13 +130,9 @@ def _built(ddp: Any, static_graph: bool) -> None:
             device_name=torch.cuda.get_device_name(device) if cuda else "",
             device_uuid=torch_private.device_uuid(torch, device) if cuda else "",
             device_uuids=_uuids(torch, ddp.module),
-            device_ids=None if ddp.device_ids is None else tuple(ddp.device_ids),
             group_ranks=tuple(torch_groups.group_ranks(ddp)),
             bucket_cap_bytes=numbers.get("bucket_cap_bytes"),
             find_unused_parameters=bool(ddp.find_unused_parameters),
-            static_graph=static_graph,
-            gradient_as_bucket_view=bool(ddp.gradient_as_bucket_view),
-            broadcast_buffers=torch_private.syncs_buffers(ddp),
             parameters=tuple(
                 Parameter(name, tuple(parameter.shape), torch_private.dtype_name(parameter))
                 for name, parameter in torch_private.reduced_parameters(ddp)

@@ -124,7 +124,6 @@ def met_at(host: str, port: int, file: str = "") -> StoreRecord:
         port=port,
         file=os.path.abspath(file) if file else "",
         job=os.environ.get("TORCHELASTIC_RUN_ID", ""),
-        round=environment_int("TORCHELASTIC_RESTART_COUNT") or 0,
         local_world_size=environment_int("LOCAL_WORLD_SIZE") or 0,
     )
 

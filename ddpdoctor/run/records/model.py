@@ -35,13 +35,9 @@ class DdpRecord(PlacedRecord):
     device_name: str = ""
     device_uuid: str = ""
     device_uuids: tuple[str, ...] = ()  # Its GPUs, several if the model is split over GPUs
-    device_ids: tuple[int, ...] | None = None
     group_ranks: tuple[int, ...] = ()  # The ranks that share the module
     bucket_cap_bytes: int | None = None
     find_unused_parameters: bool = False
-    static_graph: bool = False
-    gradient_as_bucket_view: bool = False
-    broadcast_buffers: bool = True
     parameters: tuple[Parameter, ...] = ()  # The parameters that it reduces, in its order
     buffers: int = 0
 

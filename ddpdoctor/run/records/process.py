@@ -49,7 +49,6 @@ class StoreRecord(Record):
     port: int = 0
     file: str = ""  # The file of a FileStore. Empty for a TCPStore.
     job: str = ""  # torchrun's id of the job. Empty without torchrun.
-    round: int = 0  # torchrun's count of restarts
     local_world_size: int = 0  # Ranks of this node. 0 if the launcher does not say.
 
 

@@ -575,7 +575,7 @@ class NodeRecord(Record):
     place: str = ""  # The end of the namespaces of its ranks
     directory: str = ""  # Its run directory
     version: str = ""  # Of its ddpdoctor
-    ahead: int | None = None  # Nanoseconds by which its clock is behind ours. None if not known.
+    ahead: int | None = None  # Nanoseconds by which our clock is ahead of its clock, if known
     error: int = 0  # The true value is at most so far away
     status: int | None = None  # Exit status of its command, once it has left
     why: str = ""
