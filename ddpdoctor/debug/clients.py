@@ -25,6 +25,9 @@ from ddpdoctor.nodes.asking import SOCKET
 from ddpdoctor.run.names import short_path
 from ddpdoctor.run.records.supervisor import DebugRecord
 
+if TYPE_CHECKING:
+    from ddpdoctor.debug.gateway import Admission, Ports
+
 # -- requests about the frames of a thread in native code, which debugpy refuses
 
 
@@ -118,10 +121,6 @@ async def _ask(link: RankLink, what: str, values: Message) -> Message:
     if "error" in answer:
         raise SilentError(answer["error"])
     return {key: value for key, value in answer.items() if key != "answers"}
-
-
-if TYPE_CHECKING:
-    from ddpdoctor.debug.gateway import Admission, Ports
 
 
 # -- serve the debuggers that connect to the gateway, from their first message to their last

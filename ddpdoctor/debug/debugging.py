@@ -44,8 +44,10 @@ from ddpdoctor.run.reported import Event, Withdrawn, in_words
 from ddpdoctor.run.status import Status
 from ddpdoctor.system import peers
 
-# -- the prompt that --wait-in-terminal opens in the terminal of the run
+if TYPE_CHECKING:
+    from ddpdoctor.run.snapshot import Run
 
+# -- the prompt that --wait-in-terminal opens in the terminal of the run
 
 _STDIN = 0
 _END_TIMEOUT = 5.0  # Seconds for the prompt to end once the job has ended
@@ -125,10 +127,6 @@ def _give_terminal_to(group: int) -> None:
     with contextlib.suppress(OSError):
         os.tcsetpgrp(_STDIN, group)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-if TYPE_CHECKING:
-    from ddpdoctor.run.snapshot import Run
 
 
 # -- the run's entries in launch.json, which several live runs may share
