@@ -263,7 +263,7 @@ def json_object(path: Path, most: int, *, owners: Owners = None) -> dict[str, An
         raise OSError(errno.EFBIG, f"takes more than {MOST_EXPANDED >> 20} MiB", os.fspath(path))
     found = loads(data)
     if not isinstance(found, dict):
-        raise ValueError(f"{os.fspath(path)} is no JSON object")
+        raise ValueError(f"{os.fspath(path)} is not a JSON object")
     return found
 
 

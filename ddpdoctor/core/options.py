@@ -164,7 +164,7 @@ def configured(parser: Parser) -> dict[str, Any]:
         in_tool = "tool.ddpdoctor." if path.endswith(PYPROJECT_FILE) else ""
         raise parser.wrong(
             f"{path}: there is no {unknown[0]}",
-            f"options of a command stand under [{in_tool}{parser.command}]",
+            f"options of a command belong under [{in_tool}{parser.command}]",
         )
     options: dict[str, Any] = {}
     for key in SHARED:
@@ -244,7 +244,7 @@ def _table(parser: Parser, path: str, text: bytes, is_pyproject: bool) -> Mappin
     except ValueError as error:
         if not has_table:
             return None
-        raise parser.wrong(f"{path} is no TOML: {error}") from None
+        raise parser.wrong(f"{path} is not valid TOML: {error}") from None
     if is_pyproject:
         tools = table.get("tool")
         table = tools.get("ddpdoctor") if isinstance(tools, dict) else None

@@ -61,7 +61,7 @@ def load(
             for code in codes.difference(known):
                 if not _CODE.fullmatch(code):
                     raise ValueError(
-                        f"{code} is no code of a plug-in: 2 to 6 capital letters, "
+                        f"{code} is not a valid code for a plug-in: 2 to 6 capital letters, "
                         "other than DDP, and 3 digits"
                     )
         except (Exception, SystemExit) as error:

@@ -190,7 +190,7 @@ def host(run: Run) -> str:
             return address if ":" in address else socket.gethostbyname(address)
         except (OSError, UnicodeError):
             pass
-    raise _damaged(run, f"{address!r} is no address")
+    raise _damaged(run, f"{address!r} is not an address")
 
 
 def label(run: Run) -> str:
@@ -201,7 +201,7 @@ def label(run: Run) -> str:
     """
     found = run.manifest["debug"].get("label") or ""
     if not isinstance(found, str) or len(found) > _MAX_LABEL or shown(found) != found:
-        raise _damaged(run, "the label is no line of text")
+        raise _damaged(run, "the label is not a line of text")
     return found
 
 
@@ -213,7 +213,7 @@ def workspace(run: Run) -> Path | None:
     """
     found = run.manifest["debug"].get("workspace")
     if found is not None and not (isinstance(found, str) and os.path.isabs(found)):
-        raise _damaged(run, f"{found!r} is no workspace")
+        raise _damaged(run, f"{found!r} is not a workspace")
     return None if found is None else Path(found)
 
 

@@ -329,7 +329,7 @@ class Prompt(cmd.Cmd):
             try:
                 ranks = rank_set(line)
             except ValueError:
-                raise DoctorError(f"{line} is no set of ranks, such as 0,2-3") from None
+                raise DoctorError(f"{line} is not a set of ranks, such as 0,2-3") from None
             missing = ranks - self._sessions.ranks
             if missing:
                 raise DoctorError(f"there is no {named(missing)}")
@@ -532,7 +532,7 @@ class Prompt(cmd.Cmd):
         """Return the file, the line and the condition of a breakpoint."""
         match = _BREAK.match(text.strip())
         if match is None:
-            raise DoctorError(f"{text} is no place", "b FILE:LINE, b LINE or b FUNCTION, if ...")
+            raise DoctorError(f"{text} is not a place", "b FILE:LINE, b LINE or b FUNCTION, if ...")
         path = self._file(match["file"])
         if match["function"]:
             line = _first_line(path, match["function"])

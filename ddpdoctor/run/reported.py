@@ -249,7 +249,7 @@ def hang(finding: Finding, run: Run) -> Lapsed | None:
     """Lapse as untrue: the finding explains a hang."""
     if run.hang is None:
         return Lapsed("untrue", "the job went on", sure=True)
-    return Lapsed("untrue", "a later look does not show it")
+    return Lapsed("untrue", "a later examination does not show it")
 
 
 def start(finding: Finding, run: Run) -> Lapsed | None:

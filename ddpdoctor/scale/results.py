@@ -196,7 +196,9 @@ def launch_from(given: Given, nodes: Sequence[int]) -> Launch:
         typed += ("--rdzv-conf", f"timeout={MEETING_TIMEOUT}")
     node, host, port = _rendezvous(values)
     if node >= max(nodes):
-        raise DoctorError(f"--node-rank {node} is none of {max(nodes)} nodes, which count from 0")
+        raise DoctorError(
+            f"--node-rank {node} is not one of the {max(nodes)} nodes, which count from 0"
+        )
     return Launch(typed, tuple(given.rest), node=node, host=host, port=port)
 
 

@@ -212,7 +212,7 @@ class Session:
             measured = first.measured
             if measured is None or measured.samples is None:
                 raise DoctorError(
-                    f"--{self._scaling} needs the batch, and the records do not tell it",
+                    f"--{self._scaling} needs the batch, and the records do not show it",
                     "it is counted where batches come from a DataLoader, or are DDP's first input",
                 )
             self._batch = first.planned.size, round(measured.samples / measured.backwards)
@@ -272,7 +272,7 @@ def judge_run(planned: Planned, directory: Path, log: Path, status: int, warmup:
     if measured is not None:
         return replace(outcome, measured=measured)
     if not run.ranks and planned.size.ranks == 1:
-        why = "it joins no process group with one rank, so that there are no records of it"
+        why = "it joins no process group with one rank, so there are no records of it"
         return replace(outcome, failure=f"not measured: {why}")
     raise _unmeasured(run, planned, warmup)
 

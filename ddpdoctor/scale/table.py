@@ -412,7 +412,7 @@ def _noise_sentence(rows: Sequence[Row]) -> Iterator[str]:
     if where is not None and worst >= MAX_NOISE:
         yield from _wrapped(
             f"the repeats with {where.size.words} differ by up to {100 * worst:.0f}%: the machine "
-            "is busy with something else, and so no small difference counts"
+            "is busy with something else, so small differences mean nothing"
         )
 
 

@@ -497,7 +497,7 @@ def _dump_each(
         with contextlib.suppress(OSError):
             started[number] = _start(program, stacks[number].pid, how)
     outcomes: dict[int, tuple[_Dump | None, str]] = dict.fromkeys(
-        numbers, (None, f"only {MAX_PROCESSES} processes were looked into")
+        numbers, (None, f"only {MAX_PROCESSES} processes were examined")
     )
     for number, process in started.items():
         outcomes[number] = _outcome(process, max(deadline - time.monotonic(), 0.05), patience)

@@ -233,7 +233,7 @@ def _take_python_options(given: Given) -> None:
     else:
         raise DoctorError(
             f"{word}: no such file",
-            "options of ddpdoctor and torchrun stand before the --; for one of python's: "
+            "options of ddpdoctor and torchrun go before the --; for one of python's: "
             f"--no-python -- python {word} train.py",
         )
 

@@ -130,7 +130,7 @@ def ask(where: tuple[str, int], pids: Collection[int], seconds: float, structure
             with _connected(where, until) as connection:
                 line = _Lines(connection, until)
                 if not line.asked("CLIENT PROTOCOL 2").startswith("SERVER PROTOCOL "):
-                    raise RasError("what listens there is no RAS")
+                    raise RasError("the listener there is not RAS")
                 if not _is_of(connection, pids):
                     continue
                 line.asked(f"TIMEOUT {PROCESS_TIMEOUT}")
@@ -178,7 +178,7 @@ class _Lines:
         self.send(command)
         while b"\n" not in self._read:
             if len(self._read) > _MAX_LINE or not self._more():
-                raise RasError("what listens there is no RAS")
+                raise RasError("the listener there is not RAS")
         line, _, self._read = self._read.partition(b"\n")
         return line.decode("utf-8", "replace").strip()
 
@@ -218,7 +218,7 @@ def from_json(text: str) -> Ras:
         raise ValueError("its answer is too large")
     found = opening.loads(data)
     if not isinstance(found, dict):
-        raise ValueError("its answer is no JSON object")
+        raise ValueError("its answer is not a JSON object")
     every = _dicts(found.get("communicators"))
     return Ras(
         version=str(found.get("nccl_version"))[:40],
@@ -299,7 +299,7 @@ def from_text(text: str) -> Ras:
     """
     version = re.match(r"NCCL version (\S{1,40})", text)
     if version is None:
-        raise ValueError("its answer is none of RAS")
+        raise ValueError("its answer is not one of RAS")
     reader = _TextReader()
     for line in text.splitlines():
         reader.take(line)

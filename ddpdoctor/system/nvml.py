@@ -43,7 +43,7 @@ _WORDS = {
     12: "no NVIDIA driver",
     15: "the GPU is lost: it fell off the bus",
     16: "the GPU needs a reset",
-    17: "the operating system keeps the GPUs from us",
+    17: "the operating system denies access to the GPUs",
     18: "the NVIDIA driver was updated: its library and kernel module differ; a reboot helps",
     999: "NVML fails with an unknown error",
 }
@@ -525,11 +525,11 @@ def _entries(wanted: str, gpus: Sequence[tuple[Device, tuple[str, ...]]]) -> tup
             if place >= len(gpus):
                 return found, f"there is no GPU {name}"
         else:
-            return found, f"{entry!r} is no number or UUID"
+            return found, f"{entry!r} is not a number or UUID"
         # Two instances of one GPU are two devices.
         key = entry if entry.startswith("MIG-") else place
         if key in seen:
-            return [], f"{name} stands there twice"
+            return [], f"{name} is listed twice"
         seen.append(key)
         found.append(place)
     return found, ""

@@ -63,9 +63,7 @@ def take_stacks(
         if replayed or not snapshot.live:
             kept = None if rundir.is_live(path) else frames.load_stacks(path)
             if kept is None:
-                return TakenStacks(
-                    trouble="what is played back has no stacks: none were taken while it ran"
-                )
+                return TakenStacks(trouble="a replay has no stacks: none were taken during the run")
             stacks = tuple(each for each in kept.stacks if ranks is None or each.rank in ranks)
             return taken(stacks, kept.time, live=False)
         stacks = capture_everywhere(glance(path), ranks)

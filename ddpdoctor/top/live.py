@@ -560,7 +560,7 @@ class LiveSource:
             return "ended", ""
         if self._gone and not over:
             # The directory was removed, but the job may still run.
-            return "stale", "no more is known of it"
+            return "stale", "nothing more is known about it"
         if over or not self.live:
             asked = self._events.asked and known.error is None
             return "ended" if asked else "dead", run_files.how_it_ended(None, known.error)
@@ -667,7 +667,7 @@ class LiveSource:
 
     def _judge(self, rows: Sequence[RankRow], facts: headline.VerdictFacts) -> Verdict:
         if self._gone:
-            return Verdict("the run directory is gone: this is what was there last", "warning")
+            return Verdict("the run directory is gone: this is its last content", "warning")
         if self._remark and not facts.live and facts.exit_status is None:
             return Verdict("a copy: whether the run goes on is not known", "info")
         found = self._part("the verdict", lambda: headline.judge(rows, facts))

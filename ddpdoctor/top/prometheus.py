@@ -160,15 +160,12 @@ class _Collector(Collector):
 
 
 _NUMBERS: Mapping[str, tuple[str, str]] = {
-    "rank_own_seconds": (
-        "own",
-        "What a rank spends itself in a step: all but the wait for others.",
-    ),
+    "rank_own_seconds": ("own", "Own time of a rank in a step, without waits for others."),
     "rank_step_seconds": ("total", "A step of a rank, waits included."),
-    "rank_heartbeat_age_seconds": ("heartbeat", "Time since a rank was last seen to move."),
+    "rank_heartbeat_age_seconds": ("heartbeat", "Time since a rank's last sign of life."),
     "rank_resident_memory_bytes": ("rss", "Memory of a rank's process."),
-    "rank_cuda_allocated_bytes": ("allocated", "What torch's CUDA allocator has given out."),
-    "rank_cuda_reserved_bytes": ("reserved", "What torch's CUDA allocator has taken from the GPU."),
+    "rank_cuda_allocated_bytes": ("allocated", "Memory allocated by torch's CUDA allocator."),
+    "rank_cuda_reserved_bytes": ("reserved", "Memory reserved by torch's CUDA allocator."),
 }
 """Gauges of a rank: the name for `ddpdoctor.top.view.rank_value`, and a description."""
 
@@ -198,10 +195,10 @@ def families(snapshot: Snapshot) -> Iterator[Metric]:
 def _rank_families(rows: Sequence[tuple[RankRow, list[str]]]) -> Iterator[Metric]:
     phase = _gauge(
         "rank_phase_seconds",
-        "Where a step goes: means over the last steps.",
+        "The parts of a step: means over the last steps.",
         (*_RANK, "phase", "split"),
     )
-    state = _gauge("rank_state", "1 for the state that a rank is in.", (*_RANK, "state"))
+    state = _gauge("rank_state", "1 for the state of a rank.", (*_RANK, "state"))
     for row, labels in rows:
         state.add_metric([*labels, row.state], 1)
         if row.times is not None:
@@ -236,7 +233,7 @@ def _run_families(snapshot: Snapshot) -> Iterator[Metric]:
         if value is not None:
             family.add_metric([run], value)
         yield family
-    restarts = _counter("restarts", "Attempts of the job that failed.", ("run",))
+    restarts = _counter("restarts", "Failed attempts of the job.", ("run",))
     restarts.add_metric([run], job.attempt)
     yield restarts
     # A gauge, since findings can be withdrawn.
@@ -245,10 +242,10 @@ def _run_families(snapshot: Snapshot) -> Iterator[Metric]:
     for (code, severity), count in sorted(counts.items()):
         found.add_metric([run, code, severity], count)
     yield found
-    state = _gauge("run_state", "1 for the state that the run is in.", ("run", "state"))
+    state = _gauge("run_state", "1 for the state of the run.", ("run", "state"))
     state.add_metric([run, snapshot.state], 1)
     yield state
-    up = _gauge("run_up", "1 while the run lives.", ("run",))
+    up = _gauge("run_up", "1 while the run is live.", ("run",))
     up.add_metric([run], 1)
     yield up
 

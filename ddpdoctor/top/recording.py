@@ -126,7 +126,7 @@ class RecordingSource(Played):
         except (ValueError, OSError, zlib.error) as error:
             self.close()
             raise DoctorError(
-                f"{path} is no recording: {error}", "make one with `ddpdoctor top --record FILE`"
+                f"{path} is not a recording: {error}", "make one with `ddpdoctor top --record FILE`"
             ) from None
         self.interval = 1.0  # Seconds between the first two frames
         if self.length > 1:

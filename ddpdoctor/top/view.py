@@ -158,7 +158,7 @@ KEYS = (
     Key(("S", "upper_s"), "S", "turn", "sort the other way round", "turn", 30),
     Key(("slash",), "/", "filter", "ranks (0,2-7), node, state or phase", "filter", 84),
     Key(("t",), "t", "nodes", "group by node", "nodes", 70),
-    Key(("space",), "space", "pause", "hold the picture; the job goes on", "pause", 80),
+    Key(("space",), "space", "pause", "freeze the picture; the job goes on", "pause", 80),
     Key(("comma",), ",", "back", "to the frame before; <: a tenth of them back", "back", 35),
     Key(("full_stop",), ".", "forth", "to the next frame; >: a tenth of them on", "forth", 34),
     Key(("a",), "a", "attach", "how to attach a debugger; w writes launch.json", "attach", 60),

@@ -94,7 +94,7 @@ def test_the_nearest_file_counts(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         ("no-vscode = true", "ddpdoctor.toml: there is no no-vscode"),
         ("ignore = ['straggler']", "ddpdoctor.toml: ignore needs codes"),
         ("run = 7", "ddpdoctor.toml: run needs options, not 7"),
-        ("[run", "ddpdoctor.toml is no TOML"),
+        ("[run", "ddpdoctor.toml is not valid TOML"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(folder: Path, text: str, error: str) -> None:

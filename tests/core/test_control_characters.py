@@ -251,7 +251,7 @@ def test_a_hostile_run_to_attach_to(words: tuple[str, ...], host: str, directory
     else:
         # Nothing of it is in a line that somebody pastes.
         assert (result.returncode, result.stdout) == (2, b""), said
-        assert "is no address" in said
+        assert "is not an address" in said
 
 
 def test_attach_to_names(tmp_path: Path) -> None:

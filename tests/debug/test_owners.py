@@ -313,15 +313,15 @@ def test_the_listener_is_the_one_that_a_client_reaches(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("debug", "said"),
     [
-        ({"host": "a;id"}, "is no address"),
-        ({"host": "no-such-host.invalid"}, "is no address"),
-        ({"host": ["127.0.0.1"]}, "is no address"),
-        ({"label": "\x1b[2J"}, "the label is no line of text"),
-        ({"label": "two\nlines"}, "the label is no line of text"),
-        ({"label": ["x"]}, "the label is no line of text"),
-        ({"label": "x" * 1000}, "the label is no line of text"),
-        ({"workspace": "relative"}, "is no workspace"),
-        ({"workspace": 7}, "is no workspace"),
+        ({"host": "a;id"}, "is not an address"),
+        ({"host": "no-such-host.invalid"}, "is not an address"),
+        ({"host": ["127.0.0.1"]}, "is not an address"),
+        ({"label": "\x1b[2J"}, "the label is not a line of text"),
+        ({"label": "two\nlines"}, "the label is not a line of text"),
+        ({"label": ["x"]}, "the label is not a line of text"),
+        ({"label": "x" * 1000}, "the label is not a line of text"),
+        ({"workspace": "relative"}, "is not a workspace"),
+        ({"workspace": 7}, "is not a workspace"),
     ],
 )
 def test_what_the_manifest_says_is_data(

@@ -96,9 +96,9 @@ def test_what_cuda_visible_devices_leaves_out_is_not_blamed(gpus: Gpus) -> None:
     ("chosen", "said"),
     [
         ("0,9,1", "there is no GPU 9, so that CUDA sees 1 of 8 GPUs"),
-        ("0,1,1", "1 stands there twice, so that CUDA sees 0 of 8 GPUs"),
+        ("0,1,1", "1 is listed twice, so that CUDA sees 0 of 8 GPUs"),
         ("GPU-99", "this machine has no GPU-99, so that CUDA sees 0 of 8 GPUs"),
-        ("0,one", "'one' is no number or UUID"),
+        ("0,one", "'one' is not a number or UUID"),
     ],
 )
 def test_a_wrong_choice_of_gpus(gpus: Gpus, chosen: str, said: str) -> None:

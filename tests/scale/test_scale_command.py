@@ -157,7 +157,7 @@ def test_several_nodes_meet_at_another_port_in_each_run() -> None:
     ]  # fmt: skip
     alone = launch_from(given(("--node-rank", "0"), ("--master-addr", "node0")), (1, 2))
     assert "--standalone" in alone.words(planned(2))
-    with pytest.raises(DoctorError, match="--node-rank 2 is none of 2 nodes"):
+    with pytest.raises(DoctorError, match="--node-rank 2 is not one of the 2 nodes"):
         launch_from(given(("--node-rank", "2"), ("--rdzv-endpoint", "node0")), (1, 2))
 
 

@@ -75,7 +75,7 @@ def test_frames_and_keys_go_on_while_a_rank_is_waited_for(candidates: Candidates
     ("kind", "source", "said"),
     [
         ("demo", Frames, "a made-up job has no stacks"),
-        ("run", Replayed, "none were taken while it ran"),
+        ("run", Replayed, "none were taken during the run"),
         ("run", Frames, "no stacks can be taken"),
     ],
 )

@@ -130,7 +130,7 @@ STARTING = Finding(
 @pytest.mark.parametrize(
     ("since", "expected"),
     [
-        (4, "withdrawn DDP811 (rank 0): a later look does not show it"),
+        (4, "withdrawn DDP811 (rank 0): a later examination does not show it"),
         (6, "over DDP811 (rank 0): the job went on"),
     ],
 )

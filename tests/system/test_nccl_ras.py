@@ -113,8 +113,8 @@ def test_of_two_communicators_that_differ_none_is_known_to_be_the_group() -> Non
         ("endless", "larger than"),
         ("slow", "in time"),
         ("silent", "in time"),
-        ("garbage", "none of RAS"),
-        ("closes", "none of RAS"),
+        ("garbage", "not one of RAS"),
+        ("closes", "not one of RAS"),
         ("stranger", "is no RAS"),
     ],
 )

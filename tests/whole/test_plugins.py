@@ -99,7 +99,7 @@ BROKEN = {
     "import": ("import no_such_module", "No module named 'no_such_module'"),
     "exit": ("raise SystemExit('no licence')", "SystemExit('no licence')"),
     "name": (RULE.replace("ACME101", "DDP101"), "DDP101 is registered twice"),
-    "reserved": (RULE.replace("ACME101", "DDP199"), "DDP199 is no code of a plug-in"),
+    "reserved": (RULE.replace("ACME101", "DDP199"), "DDP199 is not a valid code for a plug-in"),
     "half": (f"{RULE}\nraise LookupError('half')", "LookupError('half')"),
 }
 

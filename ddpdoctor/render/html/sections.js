@@ -71,7 +71,7 @@ function rankSection(report, series) {
   fill();
   view.on(fill);
   return section("ranks", "Ranks",
-    "Own time is what a rank spends itself in a step; wait is what it spends waiting for others, so who waits most is not the slow one. Means over the run. Click a rank to follow it in the charts.",
+    "Own time is the rank's own part of a step; wait is its time waiting for others, so the rank that waits most is not the slow one. Means over the run. Click a rank to follow it in the charts.",
     legend(series ? series.parts : []), el("div", { class: "scroll" }, el("table", { class: "ranks" }, el("thead", {}, el("tr", {}, heads)), body)), more);
 }
 

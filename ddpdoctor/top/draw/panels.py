@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from ddpdoctor.top.actions import TakenStacks
 
 _READING = (
-    ("OWN", "what a rank spent itself in a step: data, forward, backward, optimizer and the rest"),
-    ("wait", "what it spent in waiting for other ranks; the slow rank is the one that waits least"),
+    ("OWN", "the rank's own time in a step: data, forward, backward, optimizer and the rest"),
+    ("wait", "its time waiting for other ranks; the slow rank is the one that waits least"),
     ("~", "not measured separately: the wait for others is in this number"),
     ("-", "not known"),
     ("util", "share of the last second in which any kernel ran; waiting in NCCL counts: see watt"),
@@ -155,7 +155,7 @@ def environment_panel(scene: Scene) -> list[Line]:
     lines = [
         line for name, text, style in entries for line in labelled(name, text, room, width, style)
     ]
-    return lines or [(("nothing is known of the launch", "dim"),)]
+    return lines or [(("nothing is known about the launch", "dim"),)]
 
 
 def _stacks_panel(scene: Scene) -> list[Line]:
