@@ -230,7 +230,7 @@ class Clients:
         by_port: bool = True,
     ) -> None:
         """Serve a connection to a debug port, or to the socket beside it."""
-        tap = dap.Tap()
+        tap = dap.SessionState()
         if by_port:
             tap.objects = partial(self.objection, port=slot.port)
         await self.guard(self._client(slot, tap, reader, writer), writer)
@@ -264,7 +264,11 @@ class Clients:
             self._ranks.report_rank(slot, "stop")
 
     async def _client(
-        self, slot: Slot, tap: dap.Tap, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        slot: Slot,
+        tap: dap.SessionState,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         data, requests = await asyncio.wait_for(first_message(reader), FIRST_MESSAGE_TIMEOUT)
         if not requests:
@@ -360,7 +364,7 @@ class Clients:
         return upstream
 
     async def _pass(
-        self, slot: Slot, tap: dap.Tap, data: bytes, client: Streams, upstream: Streams
+        self, slot: Slot, tap: dap.SessionState, data: bytes, client: Streams, upstream: Streams
     ) -> None:
         """Forward bytes in both directions until the client leaves or one side ends."""
         from_client, to_client = client
@@ -441,7 +445,7 @@ class Clients:
                 slot.client.write(dap.encode(dap.output(text, at)))
 
     async def _show_pause(
-        self, slot: Slot, tap: dap.Tap, thread: object, client: asyncio.StreamWriter
+        self, slot: Slot, tap: dap.SessionState, thread: object, client: asyncio.StreamWriter
     ) -> None:
         """Show the stack of a thread that cannot stop now because it is in native code.
 
@@ -464,7 +468,7 @@ class Clients:
             for message in await natives.answer(request, slot.link):
                 client.write(dap.encode(message))
 
-    async def _in_workers(self, slot: Slot, tap: dap.Tap, path: str) -> list[Message]:
+    async def _in_workers(self, slot: Slot, tap: dap.SessionState, path: str) -> list[Message]:
         """Return the unverified breakpoints of a file that only DataLoader workers would hit."""
         found = [each for each in tap.breakpoints[path] if each.get("verified")]
         if not found or slot.link is None:
@@ -490,7 +494,7 @@ class Clients:
                 client.write(dap.encode(changed))
 
     def _report_changes(
-        self, slot: Slot, tap: dap.Tap, attached: bool, stopped: bool, place: str
+        self, slot: Slot, tap: dap.SessionState, attached: bool, stopped: bool, place: str
     ) -> None:
         """Report what has changed in a session since the given state."""
         if tap.attached and not attached:

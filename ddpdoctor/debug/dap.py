@@ -95,7 +95,7 @@ def _length(head: bytes) -> int:
     raise NotDapError
 
 
-class Tap:
+class SessionState:
     """The state of one session, derived from its messages."""
 
     def __init__(self) -> None:

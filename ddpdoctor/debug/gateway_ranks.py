@@ -19,7 +19,7 @@ from ddpdoctor.core.user_code import Location
 from ddpdoctor.debug import dap
 from ddpdoctor.run.records.supervisor import DebugRecord
 from ddpdoctor.run.status import Phase, Status
-from ddpdoctor.system.process_activity import most_lacked, read_turns
+from ddpdoctor.system.process_activity import most_lacked, read_cpu_times
 
 # -- one rank's control connection: JSON lines
 
@@ -108,12 +108,12 @@ class RankLink:
         try:
             left, most = timeout, time.monotonic() + MAX_STARVATION * timeout
             while left > 0 and time.monotonic() < most:
-                began, before = time.monotonic(), read_turns(self.pid)
+                began, before = time.monotonic(), read_cpu_times(self.pid)
                 await asyncio.wait({answer}, timeout=min(left, SAMPLE_INTERVAL))
                 if answer.done():
                     return answer.result()
                 seconds = time.monotonic() - began
-                left -= seconds - most_lacked(before, read_turns(self.pid), seconds)
+                left -= seconds - most_lacked(before, read_cpu_times(self.pid), seconds)
             raise SilentError(f"no answer within {timeout:.0f} s")
         finally:
             del self._answers[number]
@@ -129,7 +129,7 @@ class Slot:
     index: int
     port: int
     link: RankLink | None = None
-    session: dap.Tap | None = None
+    session: dap.SessionState | None = None
     client: asyncio.StreamWriter | None = None  # The connection to the session's client
     waits: Message | None = None  # Where the rank waits for a debugger: ``why``, ``path``, ``line``
     last_rank: int | None = None  # The global rank of the port's last process

@@ -23,7 +23,7 @@ from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.supervisor import DebugRecord
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Status
-from ddpdoctor.system.process_activity import Turn, most_lacked, read_turns
+from ddpdoctor.system.process_activity import CpuTime, most_lacked, read_cpu_times
 
 ANSWER_TIMEOUT = 600.0  # Seconds for a response. The gateway gives up on a rank earlier.
 
@@ -300,15 +300,15 @@ class Sessions:
         with self.news:
             return frozenset(r for r, each in self.by_rank.items() if each.thread is not None)
 
-    def turns(self, ranks: Iterable[int]) -> dict[int, dict[int, Turn]]:
+    def turns(self, ranks: Iterable[int]) -> dict[int, dict[int, CpuTime]]:
         """Return the CPU times of the threads of ranks, for :meth:`without_core`."""
         states = self.run.debug_states
-        return {rank: read_turns(states[rank].pid or 0) for rank in ranks if rank in states}
+        return {rank: read_cpu_times(states[rank].pid or 0) for rank in ranks if rank in states}
 
-    def without_core(self, before: Mapping[int, dict[int, Turn]], seconds: float) -> float:
+    def without_core(self, before: Mapping[int, dict[int, CpuTime]], seconds: float) -> float:
         """Return the time that a thread of these ranks recently waited for a core, in seconds."""
         states = self.run.debug_states
-        after = {rank: read_turns(states[rank].pid or 0) for rank in before}
+        after = {rank: read_cpu_times(states[rank].pid or 0) for rank in before}
         lost = (most_lacked(before[rank], after[rank], seconds) for rank in before)
         return max(lost, default=0.0)
 

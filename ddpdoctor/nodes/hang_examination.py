@@ -37,7 +37,7 @@ from ddpdoctor.stacks import capture as capture_module
 from ddpdoctor.stacks.capture import capture
 from ddpdoctor.system import process_activity
 from ddpdoctor.system.proc import pause
-from ddpdoctor.system.process_activity import Turns, read_turns
+from ddpdoctor.system.process_activity import CpuTimes, read_cpu_times
 
 BETWEEN = 1.0  # Seconds over which CPU time and bytes are compared
 
@@ -163,7 +163,9 @@ def _watch(
 ) -> None:
     """Add what the processes did since they were looked at, and whether that repeats."""
     now = time.monotonic()
-    works = process_activity.works(looked.launcher, read_turns(launcher or 0), now - looked.began)
+    works = process_activity.works(
+        looked.launcher, read_cpu_times(launcher or 0), now - looked.began
+    )
     for rank_number, each in found.items():
         known = before.get(rank_number)
         activity = None
@@ -191,7 +193,7 @@ class _Looked(NamedTuple):
     """What was seen of the processes, by rank."""
 
     began: float
-    launcher: Turns
+    launcher: CpuTimes
     samples: dict[int, process_activity.Sample]
     stacks: dict[int, RankStacks]
     later: dict[int, RankStacks]  # The second stacks of ranks that do not wait for others
@@ -208,7 +210,7 @@ def _look(
         for rank in local
         if rank.status is not None
     }
-    turns = read_turns(launcher or 0)
+    turns = read_cpu_times(launcher or 0)
     stacks = {each.rank: each for each in capture(run, patience=STACKS_TIMEOUT)}
     for each in stacks.values():
         if each.state.letter:

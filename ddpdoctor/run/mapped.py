@@ -89,7 +89,7 @@ MOST_PROFILES = 4  # Maximum number of profiles of a rank
 _NUMBER = struct.Struct("<q")
 
 
-class Asking:
+class RequestWriter:
     """The supervisor's end of a request. The file's name says what is requested.
 
     Raises:
@@ -108,7 +108,7 @@ class Asking:
         self._memory.close()
 
 
-class Asked:
+class RequestReader:
     """A rank's end of a request.
 
     Raises:

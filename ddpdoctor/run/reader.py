@@ -59,7 +59,7 @@ _SPLIT = b',"split":true'
 _SEGMENT_LINE = b'{"kind":"segment"'
 
 
-class Room:
+class MemoryBudget:
     """The memory that the journals of a run directory share: at most ``most`` bytes for records."""
 
     def __init__(self, most: int = MAX_KEPT) -> None:
@@ -108,7 +108,7 @@ class JournalReader:
         self,
         path: Path,
         window: int = WINDOW,
-        room: Room | None = None,
+        room: MemoryBudget | None = None,
         kinds: Mapping[str, type[Record]] = RANK_RECORDS,
     ) -> None:
         self.left_out = ""  # A description of what was left out because there is too much
@@ -117,7 +117,7 @@ class JournalReader:
         self._kinds = kinds
         self._path = path
         self._older = path.with_name(path.name + ".1")
-        self._room = Room() if room is None else room
+        self._room = MemoryBudget() if room is None else room
         self._room.add(self)
         self._segment: int | None = None
         self._offset = 0
@@ -302,7 +302,7 @@ class RunReader:
         self._window = window
         self._lenient = lenient
         self._damage: tuple[str, ...] = ()
-        self._room = Room()
+        self._room = MemoryBudget()
         self._journals: dict[str, JournalReader] = {}
         self._stderr_seen: dict[str, tuple[tuple[int, int, int], str]] = {}
         self.manifest = self._read_manifest()

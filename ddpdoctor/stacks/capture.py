@@ -42,14 +42,14 @@ from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.stacks.frames import CUT, ENDING, is_ours
 from ddpdoctor.system.proc import ENDED, pause, read_stat
 from ddpdoctor.system.process_activity import (
-    Turn,
+    CpuTime,
     is_foreign,
     is_open,
     most_lacked,
+    read_cpu_time,
+    read_cpu_times,
     read_signals,
     read_state,
-    read_turn,
-    read_turns,
     read_wait,
 )
 
@@ -197,7 +197,7 @@ _TGKILL = {"x86_64": 234, "aarch64": 131}  # Numbers of a system call that glibc
 OTHER_PROGRAM = "does not answer any more: its program was replaced (exec), or closed our files"
 
 
-class Asking:
+class StackRequest:
     """A request to one process, and its response so far. ``variables`` are of the user's frames."""
 
     def __init__(self, declared: Declared, *, variables: bool = False) -> None:
@@ -370,7 +370,7 @@ class _Stopwatch:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._when = time.monotonic()
-        self._turns = read_turns(pid)
+        self._turns = read_cpu_times(pid)
         self._passed = 0.0
 
     def over(self, seconds: float) -> bool:
@@ -379,7 +379,7 @@ class _Stopwatch:
         since = now - self._when
         if self._passed + since < seconds:
             return False
-        turns = read_turns(self._pid)
+        turns = read_cpu_times(self._pid)
         self._passed += max(0.0, since - most_lacked(self._turns, turns, since))
         self._when, self._turns = now, turns
         return self._passed >= seconds * _MIN_GIL_SHARE
@@ -636,7 +636,7 @@ def capture(
     for target in sought:
         target.look(here)
         if target.declared is not None and not target.trouble:
-            target.asking = Asking(target.declared, variables=variables)
+            target.asking = StackRequest(target.declared, variables=variables)
     limit = patience * (_RESPONSE_SHARE if find_py_spy() is not None else 1.0)
     waited = _ask(sought, limit)
     found = [target.stacks(waited) for target in sought]
@@ -675,11 +675,11 @@ def _ask(targets: Sequence[_Target], limit: float) -> float:
     return until
 
 
-def _turns(target: _Target) -> dict[int, Turn]:
+def _turns(target: _Target) -> dict[int, CpuTime]:
     """Return the CPU time used by the threads whose response we are waiting for."""
     declared = target.declared
     threads = (declared.thread, declared.main_thread) if declared is not None else ()
-    found = {thread: read_turn(target.pid, thread) for thread in threads}
+    found = {thread: read_cpu_time(target.pid, thread) for thread in threads}
     return {thread: turn for thread, turn in found.items() if turn is not None}
 
 
@@ -695,7 +695,7 @@ class _Target:
     declared: Declared | None
     trouble: str = ""
     state: ProcessState = field(default_factory=ProcessState)
-    asking: Asking | None = None
+    asking: StackRequest | None = None
 
     def look(self, here: str) -> None:
         """Check from outside whether it can respond."""

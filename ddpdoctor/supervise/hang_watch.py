@@ -19,7 +19,7 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.relations import STANDSTILL
 from ddpdoctor.nodes import hang_examination
 from ddpdoctor.run import rundir
-from ddpdoctor.run.mapped import Asking
+from ddpdoctor.run.mapped import RequestWriter
 from ddpdoctor.run.names import namespace
 from ddpdoctor.run.records.base import Record, as_json, json_line
 from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord
@@ -37,7 +37,7 @@ from ddpdoctor.supervise import nccl_ras
 from ddpdoctor.system import proc, process_activity
 from ddpdoctor.system.network import dead_links
 from ddpdoctor.system.proc import pause
-from ddpdoctor.system.process_activity import BUSY, Turn, Turns, most_lacked, read_turn
+from ddpdoctor.system.process_activity import BUSY, CpuTime, CpuTimes, most_lacked, read_cpu_time
 
 # -- how long silent ranks had no core
 
@@ -53,12 +53,12 @@ MIN_PRESSURE = 10.0
 class _Followed:
     since: int  # The beginning of its phase (Unix nanoseconds). It differs between silences.
     when: float
-    turns: dict[int, Turn]
+    turns: dict[int, CpuTime]
     lost: float = 0.0
     written: float = 0.0
 
 
-class Cores:
+class CoreWaits:
     """Measures how long silent ranks of this host had no core."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Cores:
 
         The count starts again when ``since``, the beginning of the silence, changes.
         """
-        read = {each: read_turn(each, each) for each in (pid, *proc.children(pid))}
+        read = {each: read_cpu_time(each, each) for each in (pid, *proc.children(pid))}
         turns = {each: turn for each, turn in read.items() if turn is not None}
         known = self._followed.get(pid)
         if known is None or known.since != since:
@@ -137,7 +137,7 @@ _Sign = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True)
-class Still:
+class SilentRanks:
     """Ranks that give no sign of life."""
 
     seconds: float  # Duration of their silence, except time without a core
@@ -149,7 +149,7 @@ class Still:
     """Seconds of its silence in which each living rank had no core."""
 
 
-class Signs:
+class SignsOfLife:
     """Follows the signs of life of the ranks of the last attempt.
 
     Args:
@@ -170,7 +170,7 @@ class Signs:
         """Ignore a period in which no rank could give a sign."""
         self._when = {rank: when + seconds for rank, when in self._when.items()}
 
-    def look(self, run: Run, now: float) -> Still | None:
+    def look(self, run: Run, now: float) -> SilentRanks | None:
         """Process a snapshot taken at ``now`` (monotonic seconds).
 
         Returns the silent ranks, if any.
@@ -194,13 +194,13 @@ class Signs:
         limit = self._limit(alive, base)
         fresh = any(rank.status is not None and rank.status.step == 0 for rank in alive)
         if least >= limit:
-            return Still(least, limit, tuple(quiet), True, fresh, lost)
+            return SilentRanks(least, limit, tuple(quiet), True, fresh, lost)
         waiting = [
             rank.rank for rank in alive if quiet[rank.rank] >= WAIT_FACTOR * limit and waits(rank)
         ]
         if waiting:
             shortest = min(quiet[rank] for rank in waiting)
-            return Still(shortest, WAIT_FACTOR * limit, tuple(waiting), False, fresh, lost)
+            return SilentRanks(shortest, WAIT_FACTOR * limit, tuple(waiting), False, fresh, lost)
         return None
 
     def _silence(self, alive: list[Rank], now: float) -> tuple[dict[int, float], dict[int, float]]:
@@ -228,7 +228,7 @@ class Signs:
         return {rank: self._when[rank] for rank in ranks if rank in self._when}
 
 
-class Start:
+class StartWatch:
     """Follows a job before its first step. It is examined after ``base`` seconds without a rank."""
 
     def __init__(self, base: float) -> None:
@@ -236,7 +236,7 @@ class Start:
         self.began = time.monotonic()
         self._worked = self.began  # Time at which the job was last seen using the CPU
         self.pid: int | None = None  # The job's command
-        self._cores: tuple[float, dict[int, Turns]] | None = None
+        self._cores: tuple[float, dict[int, CpuTimes]] | None = None
         """The time and result of the last reading of the job's CPU time."""
 
     def begin(self, pid: int) -> None:
@@ -249,7 +249,7 @@ class Start:
         self.began += seconds
         self._worked += seconds
 
-    def silence(self, run: Run, now: float) -> Still | None:
+    def silence(self, run: Run, now: float) -> SilentRanks | None:
         """Return the silence of a job that has no rank yet, if it is too long."""
         if self.works(now):
             self._worked = now
@@ -260,7 +260,7 @@ class Start:
         ended = any(isinstance(each, (ErrorRecord, ExitRecord)) for each in run.strays)
         if ended or quiet < self._base:
             return None
-        return Still(quiet, self._base, (), True, True)
+        return SilentRanks(quiet, self._base, (), True, True)
 
     def works(self, now: float) -> bool | None:
         """Return whether processes of the job use the CPU. None if not known yet."""
@@ -269,7 +269,7 @@ class Start:
         known = self._cores
         if known is not None and now - known[0] < START_SAMPLE:
             return None
-        turns = process_activity.turns_of_tree(self.pid)
+        turns = process_activity.cpu_times_of_tree(self.pid)
         self._cores = (now, turns)
         if known is None:
             return None
@@ -323,7 +323,7 @@ class HangWatch:
     def __init__(
         self,
         directory: Path,
-        asking: Asking,
+        asking: RequestWriter,
         hang_after: float | None,
         write: Callable[[Record], None],
         note: Callable[[str], None],
@@ -334,15 +334,15 @@ class HangWatch:
         self._note = note
         self._wake = wake
         self._asking = asking
-        self._cores = Cores()
-        self._signs = Signs(hang_after, self._cores.lost_by)
-        self._start = Start(hang_after if hang_after is not None else MIN_SILENCE)
+        self._cores = CoreWaits()
+        self._signs = SignsOfLife(hang_after, self._cores.lost_by)
+        self._start = StartWatch(hang_after if hang_after is not None else MIN_SILENCE)
         self._number = 0
         self._thread: threading.Thread | None = None
         self._found: HangRecord | None = None
         self._pending = False  # The newest examination is not written yet
         self._written = False  # An examination of this hang was written
-        self._hung: Still | None = None
+        self._hung: SilentRanks | None = None
         self._marks: dict[int, float] = {}
         """Time of each rank's last sign of life before the hang (monotonic seconds)."""
         self._evidence: dict[int, RankEvidence] = {}  # The newest evidence about each rank
@@ -433,7 +433,7 @@ class HangWatch:
 
     # -- when to examine
 
-    def _excused(self, run: Run, still: Still, now: float) -> bool:
+    def _excused(self, run: Run, still: SilentRanks, now: float) -> bool:
         """Return whether the silence has a good reason: a debugger, or a long first step."""
         if any(end == FOREVER for _, end in run.debugged):
             return True
@@ -484,7 +484,7 @@ class HangWatch:
 
     # -- the examination
 
-    def _examine(self, run: Run, still: Still) -> None:
+    def _examine(self, run: Run, still: SilentRanks) -> None:
         self._number += 1
         self._hung, self._moved = still, None
         self._marks = self._signs.marks(still.ranks)
@@ -496,7 +496,7 @@ class HangWatch:
         self._thread = threading.Thread(target=gather, name="examination", daemon=True)
         self._thread.start()
 
-    def _gather(self, run: Run, still: Still, number: int) -> None:
+    def _gather(self, run: Run, still: SilentRanks, number: int) -> None:
         found = HangRecord(
             time=time.time_ns(),
             number=number,

@@ -27,7 +27,7 @@ from ddpdoctor.debug.vscode_files import job_workspace
 from ddpdoctor.render.reporter import Reporter
 from ddpdoctor.run import code_version, rundir
 from ddpdoctor.run.journal import Journal
-from ddpdoctor.run.mapped import PROFILE, SUSPICION, Asking, SuspicionWriter
+from ddpdoctor.run.mapped import PROFILE, SUSPICION, RequestWriter, SuspicionWriter
 from ddpdoctor.run.names import BUDGET, CAPSULE, FAILURE, FORMAT, namespace
 from ddpdoctor.run.records.base import JsonObject, Record
 from ddpdoctor.run.records.process import EndRecord, ErrorRecord, ExitRecord, FaultRecord
@@ -90,7 +90,7 @@ MAX_SHOWN = 64 << 10  # Bytes shown from the end of the job's stderr
 SHOW_INTERVAL = 1.0  # Seconds between two writes of them
 
 
-class Showing:
+class StderrFile:
     """Provide the end of the job's stderr to other commands while the job runs."""
 
     def __init__(self, directory: Path, passthrough: Passthrough) -> None:
@@ -166,13 +166,13 @@ class RunWatch:
         self._gpus: GpuWatch | None = None
         self._gpu_poll: GpuPoll | None = None
         self._unwatched_ranks = Unwatched(ENTRY)
-        self._showing: Showing | None = None
+        self._showing: StderrFile | None = None
         self.nodes: NodeLink | None = None
         self._reader: RunReader | None = None
         self._journal: Journal | None = None
         self._lock: rundir.Lock | None = None
         self.notifications = Notifications(command, reporter.say)
-        self._requests: tuple[Asking, Asking, SuspicionWriter] | None = None
+        self._requests: tuple[RequestWriter, RequestWriter, SuspicionWriter] | None = None
         self._hangs: HangWatch | None = None
         self._stragglers: Stragglers | None = None
         self._watches: dict[str, Suspicions | Stragglers | HangWatch | LinkWatch | Vitals] = {}
@@ -202,8 +202,8 @@ class RunWatch:
                 self._stop_debugger()
             self._journal = Journal(str(directory / "supervisor.jsonl"), 1 << 24)
             self._requests = (
-                Asking(str(directory)),
-                Asking(str(directory), PROFILE),
+                RequestWriter(str(directory)),
+                RequestWriter(str(directory), PROFILE),
                 SuspicionWriter(str(directory / SUSPICION)),
             )
         except (OSError, DoctorError) as error:
@@ -296,7 +296,7 @@ class RunWatch:
             # The directory has been removed already.
             self._give_up(error)
             return
-        self._showing = Showing(directory, self._passthrough)
+        self._showing = StderrFile(directory, self._passthrough)
         examination, profile, suspicion = self._requests
         self._watches["the suspicions"] = Suspicions(suspicion, self.write)
         self._stragglers = Stragglers(profile, self.write)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ddpdoctor.diagnose.replicas.differences import AVERAGED, FINGERPRINT_PATIENCE, unpacked
 from ddpdoctor.diagnose.speed.lag import lags
 from ddpdoctor.diagnose.speed.reasons import PATIENCE
-from ddpdoctor.run.mapped import MOST_PROFILES, Asking, Suspicion, SuspicionWriter
+from ddpdoctor.run.mapped import MOST_PROFILES, RequestWriter, Suspicion, SuspicionWriter
 from ddpdoctor.run.names import namespace
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.model import DdpRecord, ElementsRecord, FingerprintRecord, TensorsRecord
@@ -49,7 +49,7 @@ MAX_NAMED = 6  # Maximum number of named processes
 class Stragglers:
     """Watch the pace of the ranks, and request profiles through a page of the run directory."""
 
-    def __init__(self, page: Asking, write: Callable[[Record], None]) -> None:
+    def __init__(self, page: RequestWriter, write: Callable[[Record], None]) -> None:
         self._page = page
         self._write = write
         self._asked = 0

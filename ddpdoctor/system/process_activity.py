@@ -58,7 +58,7 @@ def _wchan(path: str) -> str:
     return "" if name == "0" else name
 
 
-class Turn(NamedTuple):
+class CpuTime(NamedTuple):
     """The CPU time of one thread so far."""
 
     letter: str
@@ -68,21 +68,21 @@ class Turn(NamedTuple):
     sleeps: int  # Number of voluntary context switches
 
 
-Turns = Mapping[int, Turn]  # The threads of a process by native id
+CpuTimes = Mapping[int, CpuTime]  # The threads of a process by native id
 
 
-def read_turns(pid: int) -> dict[int, Turn]:
+def read_cpu_times(pid: int) -> dict[int, CpuTime]:
     """Return the CPU times of a process's threads. Empty if there is no such process."""
-    found: dict[int, Turn] = {}
+    found: dict[int, CpuTime] = {}
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            turn = read_turn(pid, int(thread))
+            turn = read_cpu_time(pid, int(thread))
             if turn is not None:
                 found[int(thread)] = turn
     return found
 
 
-def read_turn(pid: int, thread: int) -> Turn | None:
+def read_cpu_time(pid: int, thread: int) -> CpuTime | None:
     """Return the CPU time of one thread, or None if there is no such thread."""
     status = proc.read_status(pid, thread)
     try:
@@ -90,13 +90,13 @@ def read_turn(pid: int, thread: int) -> Turn | None:
         ran, waited = proc.core_times(f"{pid}/task/{thread}")
     except (FileNotFoundError, ProcessLookupError):
         # The thread has ended, or this kernel does not count.
-        return Turn(letter, 0.0, 0.0, sleeps)
+        return CpuTime(letter, 0.0, 0.0, sleeps)
     except (OSError, ValueError, KeyError):
         return None
-    return Turn(letter, ran, waited, sleeps)
+    return CpuTime(letter, ran, waited, sleeps)
 
 
-def share(before: Turn, after: Turn, seconds: float) -> float:
+def share(before: CpuTime, after: CpuTime, seconds: float) -> float:
     """Return the share of a thread's time on a core, without its waits for a core.
 
     A thread that gets 3 % of a core and would use all of it counts as busy. A thread that only
@@ -110,7 +110,7 @@ def share(before: Turn, after: Turn, seconds: float) -> float:
     return min(1.0, ran / max(seconds - waited, ran)) if ran > 0 else 0.0
 
 
-def lacked(before: Turn, after: Turn, seconds: float) -> float:
+def lacked(before: CpuTime, after: CpuTime, seconds: float) -> float:
     """Return the seconds that a thread was ready to run but had no core."""
     ran = max(0.0, after.ran - before.ran)
     if before.letter == after.letter == "R" and before.sleeps == after.sleeps:
@@ -119,15 +119,15 @@ def lacked(before: Turn, after: Turn, seconds: float) -> float:
     return min(max(0.0, after.waited - before.waited), seconds)
 
 
-def most_lacked(before: Turns, after: Turns, seconds: float) -> float:
+def most_lacked(before: CpuTimes, after: CpuTimes, seconds: float) -> float:
     """Return the maximum seconds that a thread of both samples was ready to run without a core."""
     both = before.keys() & after.keys()
     return max((lacked(before[each], after[each], seconds) for each in both), default=0.0)
 
 
-def busy(before: Turns, after: Turns, seconds: float) -> float:
+def busy(before: CpuTimes, after: CpuTimes, seconds: float) -> float:
     """Return the sum of the shares of a process's threads."""
-    new = Turn("", 0.0, 0.0, 0)
+    new = CpuTime("", 0.0, 0.0, 0)
     return sum(share(before.get(thread, new), turn, seconds) for thread, turn in after.items())
 
 
@@ -187,8 +187,8 @@ class Sample:
     network: bool = False  # It waits for a socket
     children_network: bool = False  # A descendant waits for a socket
     switches: int = 0  # Voluntary context switches of its main thread
-    turns: Turns = field(default_factory=dict)  # CPU times of its threads
-    children_turns: Mapping[int, Turns] = field(default_factory=dict)
+    turns: CpuTimes = field(default_factory=dict)  # CPU times of its threads
+    children_turns: Mapping[int, CpuTimes] = field(default_factory=dict)
     """CPU times of its living descendants' threads, by pid."""
 
 
@@ -213,8 +213,8 @@ def sample(pid: int) -> Sample:
         network=call == "poll" or _at_socket(pid, call, first),
         children_network=any(_at_socket(child, *_system_call(child)) for child in below),
         switches=moved[0][3],
-        turns=read_turns(pid),
-        children_turns={child: read_turns(child) for child in below},
+        turns=read_cpu_times(pid),
+        children_turns={child: read_cpu_times(child) for child in below},
     )
 
 
@@ -248,7 +248,7 @@ def compared(before: Sample, after: Sample, seconds: float) -> ProcessActivity:
 def main_cpu(before: Sample, after: Sample, pid: int) -> tuple[float, float]:
     """Return the seconds that the main threads of a process and its descendants ran."""
 
-    def ran(pid: int, known: Turns, turns: Turns) -> float:
+    def ran(pid: int, known: CpuTimes, turns: CpuTimes) -> float:
         return turns[pid].ran - known[pid].ran if pid in turns and pid in known else 0.0
 
     children = (
@@ -258,12 +258,12 @@ def main_cpu(before: Sample, after: Sample, pid: int) -> tuple[float, float]:
     return ran(pid, before.turns, after.turns), sum(children)
 
 
-def turns_of_tree(pid: int) -> dict[int, Turns]:
+def cpu_times_of_tree(pid: int) -> dict[int, CpuTimes]:
     """Return the CPU times of a process and its descendants, by pid."""
-    return {each: read_turns(each) for each in (pid, *proc.below({pid}))}
+    return {each: read_cpu_times(each) for each in (pid, *proc.below({pid}))}
 
 
-def works(before: Turns, after: Turns, seconds: float) -> bool:
+def works(before: CpuTimes, after: CpuTimes, seconds: float) -> bool:
     """Return whether a process computes, or would if it had a core."""
     return busy(before, after, seconds) >= BUSY or any(
         turn.letter == "R" and before.get(thread, turn).letter == "R"
@@ -271,7 +271,9 @@ def works(before: Turns, after: Turns, seconds: float) -> bool:
     )
 
 
-def cores_of_tree(before: Mapping[int, Turns], after: Mapping[int, Turns], seconds: float) -> float:
+def cores_of_tree(
+    before: Mapping[int, CpuTimes], after: Mapping[int, CpuTimes], seconds: float
+) -> float:
     """Return the number of cores that processes used, excluding waits for a core."""
     return sum(busy(before.get(pid, {}), turns, seconds) for pid, turns in after.items())
 

@@ -19,9 +19,9 @@ from ddpdoctor.core import formatting
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.render.terminal import Line, Span, clean, fitted, merged, style_of, text_width
 from ddpdoctor.top.draw import screen
-from ddpdoctor.top.draw.drawing import Frame, Material
+from ddpdoctor.top.draw.drawing import Frame, ScreenData
 from ddpdoctor.top.frame_sources import RunChoice
-from ddpdoctor.top.frames import Past, Position, Reader, Source, Want
+from ddpdoctor.top.frames import History, Position, Reader, Source, Visible
 from ddpdoctor.top.snapshot import Snapshot, Verdict
 from ddpdoctor.top.view import (
     ACTIONS,
@@ -326,11 +326,11 @@ class TopApp(App[None]):
         self.drawn = Frame(())
         self._record = record
         self._recording = recording
-        self._past = Past()
+        self._past = History()
         self._back = 0  # Number of frames between the picture and the newest one
         self._slot: tuple[Snapshot, Position] | None = None  # The newest frame, until it is shown
         self._newest = self.shown
-        self.material = Material()
+        self.material = ScreenData()
         self.frozen = False  # Freeze the picture while a question is open
         self.replayed = False
         self._message = ("", 0.0)  # The message, and the time at which it appeared
@@ -488,7 +488,7 @@ class TopApp(App[None]):
         before = self.reader.want
         # Behind a panel the board does not change. A recording has all ranks.
         visible = before.ranks if self.drawn.visible is None else self.drawn.visible
-        want = Want(visible if self._recording is None else None)
+        want = Visible(visible if self._recording is None else None)
         if want != before:
             self.reader.want = want
             if want.ranks and not before.ranks:

@@ -18,7 +18,7 @@ from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.step_series import StepLog, parts_of
 from ddpdoctor.system.nvml import Poller
 from ddpdoctor.top import headline, live, run_files
-from ddpdoctor.top.frames import Played, Source, Want
+from ddpdoctor.top.frames import Replay, Source, Visible
 from ddpdoctor.top.live import LiveSource
 from ddpdoctor.top.run_files import StatusPages
 from ddpdoctor.top.snapshot import RankRow, Snapshot, Verdict
@@ -29,7 +29,7 @@ _MAX_READINGS, _MIN_CHART_POINTS = 960, 10
 """Maximum number of single steps read for the charts, and the minimum number of points to do so."""
 
 
-class FinishedSource(Played):
+class FinishedSource(Replay):
     """A frame for each step of the newest attempt, and a last one that says how it ended.
 
     It opens at the last one. Journals are not kept in memory: each frame reads its steps. ``end``
@@ -59,7 +59,7 @@ class FinishedSource(Played):
         """Close the files."""
         self._end.close()
 
-    def read(self, want: Want) -> Snapshot:
+    def read(self, want: Visible) -> Snapshot:
         """Read the frame at the position."""
         if self._position == self._steps:
             return self._end.read(want)
@@ -77,7 +77,7 @@ class FinishedSource(Played):
 
     def _at(self, number: int) -> Snapshot:
         if self._last is None:
-            self._last = self._end.read(Want(frozenset()))
+            self._last = self._end.read(Visible(frozenset()))
         last, groups = self._last, self._end.groups
         rows, newest = [], []
         for row in last.ranks:
@@ -147,7 +147,7 @@ class MachineSource:
         self._meter = live.MachineMeter()
         self._poller: Poller | None = None
 
-    def read(self, want: Want) -> Snapshot:
+    def read(self, want: Visible) -> Snapshot:
         """Read the present frame."""
         if self._poller is None:
             self._poller = Poller()
@@ -188,7 +188,7 @@ class RunSource:
         if not rundir.is_live(path):
             self.replay = FinishedSource(path, interval, self._live)
 
-    def read(self, want: Want) -> Snapshot:
+    def read(self, want: Visible) -> Snapshot:
         """Read the present frame."""
         if self.replay is not None:
             return self.replay.read(want)
@@ -225,7 +225,7 @@ class FollowingSource:
         """The steps of a finished run."""
         return None if self._run is None else self._run.replay
 
-    def read(self, want: Want) -> Snapshot:
+    def read(self, want: Visible) -> Snapshot:
         """Read the present frame."""
         if self._run is None or self._run.replay is not None:
             self._find_run()

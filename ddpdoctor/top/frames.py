@@ -1,7 +1,7 @@
 """Define sources of frames, keep shown frames, and read new ones in a thread.
 
 A `Source` makes snapshots. `Reader` calls it in its own thread, so that a slow disk never delays
-a key. `Past` keeps the last frames and the points of the charts.
+a key. `History` keeps the last frames and the points of the charts.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from ddpdoctor.top.snapshot import Snapshot, Times
 
 
 @dataclass(frozen=True)
-class Want:
+class Visible:
     """The content of the screen, so that a source can skip the rest."""
 
     ranks: frozenset[int] | None = None  # Ranks that are visible. None: all.
 
 
-WANT_ALL = Want()
+WANT_ALL = Visible()
 
 
-class Played:
+class Replay:
     """A source whose frames already exist. Reading returns the one at ``position``."""
 
     length: int  # Number of frames, at least one
     _position = 0
 
     @property
-    def replay(self) -> Played:
+    def replay(self) -> Replay:
         """The source itself."""
         return self
 
@@ -57,10 +57,10 @@ class Source(Protocol):
         """Minimum useful seconds between frames."""
 
     @property
-    def replay(self) -> Played | None:
+    def replay(self) -> Replay | None:
         """The frames of a replay. None for a live run."""
 
-    def read(self, want: Want) -> Snapshot:
+    def read(self, want: Visible) -> Snapshot:
         """Read the current frame. This may take a while, so call it in a separate thread.
 
         Raises:
@@ -115,7 +115,7 @@ def point(snapshot: Snapshot) -> Point:
     )
 
 
-class Past:
+class History:
     """Keeps the last frames of a run, and points of the whole run."""
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class Reader(threading.Thread):
         self._lock = threading.Lock()
         self._ended = False
         self._source: Source | None = None
-        self.want = Want(frozenset())
+        self.want = Visible(frozenset())
         self.playing = True  # Whether a replay is playing
 
     def run(self) -> None:

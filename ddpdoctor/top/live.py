@@ -36,9 +36,9 @@ from ddpdoctor.run.snapshot import command_words
 from ddpdoctor.run.status import Phase, Status
 from ddpdoctor.run.step_series import StepLog, parts_of
 from ddpdoctor.system.nvml import same_uuid
-from ddpdoctor.system.process_activity import Turn, lacked, read_turn
+from ddpdoctor.system.process_activity import CpuTime, lacked, read_cpu_time
 from ddpdoctor.top import headline, run_files
-from ddpdoctor.top.frames import Want
+from ddpdoctor.top.frames import Visible
 from ddpdoctor.top.run_files import (
     RecentSteps,
     StampAges,
@@ -201,7 +201,7 @@ class ProcessStates:
     """Finds the reasons why processes of this machine show no sign of life."""
 
     def __init__(self) -> None:
-        self._turns: dict[int, tuple[float, Turn | None]] = {}
+        self._turns: dict[int, tuple[float, CpuTime | None]] = {}
         """CPU time of main threads, by pid, with the time of the sample."""
 
     def state(self, pid: int) -> tuple[str, str]:
@@ -221,11 +221,11 @@ class ProcessStates:
 
     def lacks_core(self, pid: int) -> bool:
         """Return whether a main thread was ready to run without a core for most of the time."""
-        now, turn = time.monotonic(), read_turn(pid, pid)
+        now, turn = time.monotonic(), read_cpu_time(pid, pid)
         if pid not in self._turns:
             self._turns[pid] = (now, turn)
             time.sleep(FIRST_SAMPLE)
-            now, turn = time.monotonic(), read_turn(pid, pid)
+            now, turn = time.monotonic(), read_cpu_time(pid, pid)
         when, before = self._turns[pid]
         if now - when >= _SAMPLE_INTERVAL:
             self._turns[pid] = (now, turn)
@@ -438,7 +438,7 @@ class LiveSource:
         """Close the files."""
         self._pages.close()
 
-    def read(self, want: Want) -> Snapshot:
+    def read(self, want: Visible) -> Snapshot:
         """Read the present frame."""
         now, ticks = time.time_ns(), time.monotonic()
         self._update(ticks)
@@ -493,7 +493,7 @@ class LiveSource:
         """For each rank, the ranks on GPUs that it reduces gradients with."""
         return {rank: known.group for rank, known in self._ranks.items() if known.group}
 
-    def _skipped(self, want: Want) -> frozenset[int]:
+    def _skipped(self, want: Visible) -> frozenset[int]:
         """Return the ranks whose rows are skipped in this frame: half of many unseen ones."""
         self._odd_turn = not self._odd_turn
         shown = {rank for rank, known in self._ranks.items() if known.row is not None}
@@ -504,7 +504,7 @@ class LiveSource:
         return frozenset(rank for rank in unseen if rank % 2 == self._odd_turn)
 
     def _row(
-        self, rank: int, status: Status, gpus: dict[str, Gpu], want: Want, now: int, ticks: float
+        self, rank: int, status: Status, gpus: dict[str, Gpu], want: Visible, now: int, ticks: float
     ) -> RankRow:
         known = self._ranks.get(rank)
         if known is None:

@@ -16,7 +16,7 @@ from ddpdoctor.core.finding import from_record, to_record
 from ddpdoctor.core.formatting import json_text
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.typed_json import required
-from ddpdoctor.top.frames import WANT_ALL, Source, Want
+from ddpdoctor.top.frames import WANT_ALL, Source, Visible
 from ddpdoctor.top.snapshot import FindingRow, Snapshot, Times
 from ddpdoctor.top.view import View
 
@@ -38,26 +38,26 @@ def picture(source: Source, view: View, out: TextIO, keep: Keep | None = None) -
     # Imported here, since JSON does not need it.
     from ddpdoctor.render import terminal
     from ddpdoctor.top.draw import screen
-    from ddpdoctor.top.draw.drawing import Material
-    from ddpdoctor.top.frames import Past, point
+    from ddpdoctor.top.draw.drawing import ScreenData
+    from ddpdoctor.top.frames import History, point
 
     room, height = (max(each, 1) for each in shutil.get_terminal_size((80, 24)))
     # A first frame shows which ranks are visible. Only those are read in full.
-    first = source.read(Want(frozenset()))
+    first = source.read(Visible(frozenset()))
     visible = screen.draw_screen(first, view, room, height).visible
     replay = source.replay
     if replay is not None:
         # People want the end of a recording.
         replay.seek(replay.length - 1)
         view = replace(view, position=(replay.position, replay.length))
-    snapshot = source.read(Want(visible) if keep is None else WANT_ALL)
+    snapshot = source.read(Visible(visible) if keep is None else WANT_ALL)
     if keep is not None:
         keep(snapshot)
     colour = terminal.wants_colour(1)
-    past = Past()
+    past = History()
     past.add(snapshot)
     past.add_earlier([point(each) for each in source.history()])
-    material = Material(points=tuple(past.points))
+    material = ScreenData(points=tuple(past.points))
     for line in screen.draw_screen(snapshot, view, room, height, material).lines:
         text = terminal.rendered(line, colour)
         out.write(f"{text if colour else text.rstrip()}\n")

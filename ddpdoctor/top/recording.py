@@ -21,7 +21,7 @@ from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.formatting import json_text
 from ddpdoctor.top import headline, output
-from ddpdoctor.top.frames import WANT_ALL, Played, Want
+from ddpdoctor.top.frames import WANT_ALL, Replay, Visible
 from ddpdoctor.top.snapshot import PHASES, Snapshot, Verdict
 
 # -- recordings: a gzip file with one snapshot a line, as `top --json` prints it
@@ -98,7 +98,7 @@ def _rounded(value: Any, name: str = "") -> Any:
     return [_rounded(each) for each in value] if isinstance(value, list) else value
 
 
-class RecordingSource(Played):
+class RecordingSource(Replay):
     """Plays a recording. It opens at the first frame.
 
     Raises:
@@ -165,7 +165,7 @@ class RecordingSource(Played):
         except (OSError, EOFError, zlib.error) as error:
             raise ValueError(str(error)) from None
 
-    def read(self, want: Want) -> Snapshot:
+    def read(self, want: Visible) -> Snapshot:
         """Read the frame at the position. A damaged frame says so."""
         try:
             return self._frame(self._position)
@@ -217,7 +217,7 @@ class DemoSource:
         self._clock = clock
         self._start = clock() - AGE
 
-    def read(self, want: Want) -> Snapshot:
+    def read(self, want: Visible) -> Snapshot:
         """Make the current frame."""
         now = self._clock()
         return at(now - self._start, now)

@@ -9,7 +9,7 @@ import pytest
 
 from ddpdoctor.debug import gateway_ranks
 from ddpdoctor.debug.gateway_ranks import Message, RankLink, SilentError
-from ddpdoctor.system.process_activity import Turn
+from ddpdoctor.system.process_activity import CpuTime
 
 
 class Writer:
@@ -47,7 +47,7 @@ def ask(after: float) -> Message:
 
 
 def test_a_rank_that_sleeps_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gateway_ranks, "read_turns", lambda pid: {1: Turn("S", 0.0, 0.0, 1)})
+    monkeypatch.setattr(gateway_ranks, "read_cpu_times", lambda pid: {1: CpuTime("S", 0.0, 0.0, 1)})
     with pytest.raises(SilentError, match="no answer"):
         ask(5.0)
 
@@ -55,8 +55,8 @@ def test_a_rank_that_sleeps_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_rank_that_gets_no_core_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     began = time.monotonic()
 
-    def starved(pid: int) -> dict[int, Turn]:
-        return {1: Turn("R", 0.0, time.monotonic() - began, 1)}
+    def starved(pid: int) -> dict[int, CpuTime]:
+        return {1: CpuTime("R", 0.0, time.monotonic() - began, 1)}
 
-    monkeypatch.setattr(gateway_ranks, "read_turns", starved)
+    monkeypatch.setattr(gateway_ranks, "read_cpu_times", starved)
     assert ask(5.0)["here"]

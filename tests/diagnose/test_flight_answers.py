@@ -18,7 +18,7 @@ from ddpdoctor.core.finding import Severity
 from ddpdoctor.diagnose.hangs.process_activity import gpu_holds_host
 from ddpdoctor.probe.observers.collective_calls import Flight
 from ddpdoctor.probe.runtime import torch_groups
-from ddpdoctor.run.mapped import Asking
+from ddpdoctor.run.mapped import RequestWriter
 from tests.support.hanging_ranks import NOW, findings, rank, stacks, state, waiting
 
 MARKS = [["optimizer", NOW - 42 * 10**9, True], ["other", NOW - 41 * 10**9, False]]
@@ -86,7 +86,7 @@ def test_a_gpu_is_asked_only_while_the_training_thread_stays(
         training.go()
     tracker = training.tracker
     tracker.device = SimpleNamespace(captures=captures, standing=lambda: MARKS)
-    asking = Asking(str(tmp_path))
+    asking = RequestWriter(str(tmp_path))
     flight = Flight(str(tmp_path), str(tmp_path / "flight.json"), str(tmp_path / "none"), tracker)
     asking.ask(1)
     flight.look()

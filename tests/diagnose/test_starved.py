@@ -19,9 +19,9 @@ from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.capture import GIL_TIMEOUT, _Stopwatch
 from ddpdoctor.stacks.frames import ENDING
-from ddpdoctor.supervise.hang_watch import Cores, Signs
+from ddpdoctor.supervise.hang_watch import CoreWaits, SignsOfLife
 from ddpdoctor.system import process_activity
-from ddpdoctor.system.process_activity import Turn, lacked, read_turn, share
+from ddpdoctor.system.process_activity import CpuTime, lacked, read_cpu_time, share
 from tests.conftest import LIMIT
 from tests.support.hanging_ranks import TRAIN, findings, job, rank, stacks, status, waiting
 from tests.support.starved import late, needs_linux
@@ -41,21 +41,23 @@ INIT = ("/srv/lib/python3.11/site-packages/torch/distributed/c.py", 9, "init_pro
     ("before", "after", "used", "without"),
     [
         # It gets 3 %, and would take all.
-        (Turn("R", 0.0, 0.0, 5), Turn("R", 0.03, 0.2, 5), 1.0, 0.97),
+        (CpuTime("R", 0.0, 0.0, 5), CpuTime("R", 0.03, 0.2, 5), 1.0, 0.97),
         # The same, seen between two sleeps.
-        (Turn("S", 0.0, 0.0, 5), Turn("S", 0.03, 0.93, 6), 0.03 / 0.07, 0.93),
+        (CpuTime("S", 0.0, 0.0, 5), CpuTime("S", 0.03, 0.93, 6), 0.03 / 0.07, 0.93),
         # Never once on a core, and the kernel has not counted its wait yet.
-        (Turn("R", 2.0, 1.0, 5), Turn("R", 2.0, 1.0, 5), 1.0, 1.0),
+        (CpuTime("R", 2.0, 1.0, 5), CpuTime("R", 2.0, 1.0, 5), 1.0, 1.0),
         # It wakes up often, finds nothing to do, and has to wait for a core each time.
-        (Turn("S", 0.0, 0.0, 5), Turn("R", 0.001, 0.6, 60), 0.001 / 0.4, 0.6),
+        (CpuTime("S", 0.0, 0.0, 5), CpuTime("R", 0.001, 0.6, 60), 0.001 / 0.4, 0.6),
         # It sleeps; it computes and has its core.
-        (Turn("S", 1.0, 1.0, 5), Turn("S", 1.0, 1.0, 5), 0.0, 0.0),
-        (Turn("R", 1.0, 1.0, 5), Turn("R", 1.98, 1.0, 5), 1.0, 0.02),
+        (CpuTime("S", 1.0, 1.0, 5), CpuTime("S", 1.0, 1.0, 5), 0.0, 0.0),
+        (CpuTime("R", 1.0, 1.0, 5), CpuTime("R", 1.98, 1.0, 5), 1.0, 0.02),
         # It is stopped.
-        (Turn("T", 1.0, 1.0, 5), Turn("T", 1.0, 1.0, 5), 0.0, 0.0),
+        (CpuTime("T", 1.0, 1.0, 5), CpuTime("T", 1.0, 1.0, 5), 0.0, 0.0),
     ],
 )
-def test_the_share_that_counts(before: Turn, after: Turn, used: float, without: float) -> None:
+def test_the_share_that_counts(
+    before: CpuTime, after: CpuTime, used: float, without: float
+) -> None:
     assert share(before, after, 1.0) == pytest.approx(used)
     assert lacked(before, after, 1.0) == pytest.approx(without)
 
@@ -89,13 +91,13 @@ def test_a_real_process_that_gets_next_to_nothing() -> None:
     with one_core_for(0, 19) as (_, starved):
         # Its start reads files, and takes long on a machine that has other work.
         deadline = time.monotonic() + LIMIT
-        earlier, turn = None, read_turn(starved, starved)
+        earlier, turn = None, read_cpu_time(starved, starved)
         while (earlier is None or turn is None or turn.sleeps != earlier.sleeps) and (
             time.monotonic() < deadline
         ):
             time.sleep(0.3)
-            earlier, turn = turn, read_turn(starved, starved)
-        cores, began = Cores(), time.monotonic()
+            earlier, turn = turn, read_cpu_time(starved, starved)
+        cores, began = CoreWaits(), time.monotonic()
         cores.lost(starved, 1, began)
         before, patience = process_activity.sample(starved), _Stopwatch(starved)
         time.sleep(1.2)
@@ -146,7 +148,7 @@ def test_patience_counts_the_time_that_a_rank_got() -> None:
     def lost(rank: Rank, now: float) -> float:
         return now * (1 - gets) if rank.rank == 1 else 0.0
 
-    signs = Signs(5.0, lost)
+    signs = SignsOfLife(5.0, lost)
     still = job(status(0, Phase.WAIT), status(1, Phase.FORWARD))
     signs.look(still, 0.0)
     assert signs.look(still, 19.0) is None

@@ -12,7 +12,7 @@ import pytest
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.speed.reasons import _bytes
-from ddpdoctor.run.mapped import Asking
+from ddpdoctor.run.mapped import RequestWriter
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import Record
@@ -527,7 +527,7 @@ def test_samples_that_were_asked_for_another_ranks_sake_have_its_line_too(writte
 def test_who_seems_slow_is_asked_before_the_rules_look(written: Written) -> None:
     """However lately the steps were looked at; else the finding comes first, without its line."""
     records: list[Record] = []
-    page = Asking(str(written.path))
+    page = RequestWriter(str(written.path))
     stragglers = Stragglers(page, records.append)
     (written.path / "run.json").write_text(json.dumps({"format": FORMAT}))
     stragglers.look(RunReader(written.path).snapshot())

@@ -26,7 +26,7 @@ from ddpdoctor.nodes.messages import Began, Files, Hello, Over, Piece, Question,
 from ddpdoctor.nodes.mirror import Mirror, RefusedError
 from ddpdoctor.nodes.shipment import NODE, STEP_STRIDE, Shipment
 from ddpdoctor.run.journal import Journal
-from ddpdoctor.run.mapped import EXAMINATION, Asking
+from ddpdoctor.run.mapped import EXAMINATION, RequestWriter
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.process import OpenRecord, StoreRecord
@@ -263,8 +263,8 @@ def test_a_head_that_does_not_take_the_last_records_judges_them_not(pair: Pair) 
 
 
 def test_requests_and_questions_reach_the_node(pair: Pair) -> None:
-    Asking(str(pair.two.path)).close()
-    request = Asking(str(pair.one.path))
+    RequestWriter(str(pair.two.path)).close()
+    request = RequestWriter(str(pair.one.path))
     pair.member.invite(pair.head.invitation)
     pair.until(lambda: pair.rank())
     request.ask(7)

@@ -233,7 +233,7 @@ def stream(messages: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[byt
 @FUZZ
 @given(st.lists(stream(REQUESTS) | stream(REPLIES), max_size=6))
 def test_a_session_of_a_debugger(pieces: list[bytes]) -> None:
-    tap = dap.Tap()
+    tap = dap.SessionState()
     for number, data in enumerate(pieces):
         if number % 2:
             for said, _ in tap.to_client(data):
@@ -397,7 +397,7 @@ def test_a_status_file(name: bytes) -> None:
         assert proc_layer.pending(7) == {2}
         signals = process_activity.read_signals(7, 7)
         assert signals is not None and signals.caught == 4
-        process_activity.read_turn(7, 7)
+        process_activity.read_cpu_time(7, 7)
 
 
 @FUZZ
@@ -407,7 +407,7 @@ def test_other_files_of_the_kernel(text: bytes | str) -> None:
         processes._read(7)
         processes._is_marked(7, "run")
         proc_layer.zombie_status(os.getpid())
-        process_activity.read_turn(7, 7)
+        process_activity.read_cpu_time(7, 7)
         process_activity.read_signals(7, 7)
         process_activity.read_state(7)
         peers._overflow_uid.__wrapped__()

@@ -14,7 +14,7 @@ from ddpdoctor.core.user_code import Location
 from ddpdoctor.probe.observers import loaders, samples
 from ddpdoctor.probe.observers.samples import Samples
 from ddpdoctor.probe.runtime.sites import Site
-from ddpdoctor.run.reader import Room, RunReader
+from ddpdoctor.run.reader import MemoryBudget, RunReader
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.model import LoadRecord
 from ddpdoctor.run.records.training import SaveRecord
@@ -78,7 +78,7 @@ def test_what_ranks_have_lost(written: Written, monkeypatch: pytest.MonkeyPatch)
     written.rank(2, prints("a" * 200))
     written.findings()
     assert [rank.lost for rank in RunReader(written.path).snapshot().ranks] == [True, False, False]
-    monkeypatch.setattr("ddpdoctor.run.reader.Room", lambda: Room(50_000))
+    monkeypatch.setattr("ddpdoctor.run.reader.MemoryBudget", lambda: MemoryBudget(50_000))
     assert [rank.lost for rank in RunReader(written.path).snapshot().ranks] == [True, False, True]
 
 

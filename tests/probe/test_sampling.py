@@ -16,7 +16,7 @@ import pytest
 from ddpdoctor.diagnose.speed.stack_samples import Profile, spot
 from ddpdoctor.probe.observers import stack_sampling
 from ddpdoctor.probe.runtime.budget import Budget
-from ddpdoctor.run.mapped import MOST_PROFILES, PROFILE, Asking
+from ddpdoctor.run.mapped import MOST_PROFILES, PROFILE, RequestWriter
 from ddpdoctor.run.records.base import JsonObject, json_line
 from ddpdoctor.run.records.training import ProfileRecord
 from ddpdoctor.run.records.typed_json import parse
@@ -123,7 +123,7 @@ def test_no_frame_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_that_ends_writes_what_it_has(tmp_path: Path) -> None:
     added: list[JsonObject] = []
-    page = Asking(str(tmp_path), PROFILE)
+    page = RequestWriter(str(tmp_path), PROFILE)
     profiles = stack_sampling.Profiles(state(added), str(tmp_path))
     page.ask(7)
     profiles.look()
@@ -179,7 +179,7 @@ def test_intervals_are_the_same_each_time_and_not_even(monkeypatch: pytest.Monke
 def test_profiles_are_few(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, budget: float, taken: int
 ) -> None:
-    page = Asking(str(tmp_path), PROFILE)
+    page = RequestWriter(str(tmp_path), PROFILE)
     profiles = stack_sampling.Profiles(state([], budget), str(tmp_path))
     started: list[object] = []
 

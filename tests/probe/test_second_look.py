@@ -15,7 +15,7 @@ import pytest
 
 from ddpdoctor.core.finding import RULES, examine
 from ddpdoctor.nodes import hang_examination
-from ddpdoctor.run.mapped import Asking
+from ddpdoctor.run.mapped import RequestWriter
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.process import EndRecord
 from ddpdoctor.run.records.supervisor import RankEvidence, RankExitRecord
@@ -56,7 +56,12 @@ class Watched:
         self.exits: RankExitRecord | None = None
         self.started = True
         self.watch = HangWatch(
-            path, Asking(str(path)), 0.1, self.told.records.append, self.told.note, lambda: None
+            path,
+            RequestWriter(str(path)),
+            0.1,
+            self.told.records.append,
+            self.told.note,
+            lambda: None,
         )
         told = {**stacks(0, ("/job/log.py", 8, "finish")), "trouble": ENDING}
         seen = stacks_from_record({**told, "pid": pid, "state": {"letter": "S"}})

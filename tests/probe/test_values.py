@@ -13,7 +13,7 @@ from torch import nn
 from ddpdoctor.probe.runtime import debugpy_private, frame_values, stacks, values
 from ddpdoctor.render.stack_text import StackStyle, draw_variables
 from ddpdoctor.run.records.supervisor import RankStacks, Variable
-from ddpdoctor.stacks.capture import Asking, Declared
+from ddpdoctor.stacks.capture import Declared, StackRequest
 
 
 class Explosive:
@@ -165,7 +165,7 @@ def test_variables_are_counted_from_the_outermost_frame() -> None:
         "frames": [["a.py", 2, "inner"], ["a.py", 9, "outer"]],
         "variables": [[0, "x", "1"], [1, "y", "2"], [2, "z", "3"]],
     }
-    thread = Asking(declared)._thread(answer)
+    thread = StackRequest(declared)._thread(answer)
     assert [frame.function for frame in thread.frames[1:]] == ["outer", "inner"]
     assert thread.variables == (Variable(2, "x", "1"), Variable(1, "y", "2"))
     ranks = [RankStacks(3, 0, 1, "", (thread,))]

@@ -244,7 +244,7 @@ def test_every_one_of_many_requests_in_a_row_is_answered(candidates: Candidates)
 def test_what_is_asked_twice_at_once_is_answered_twice(candidates: Candidates) -> None:
     live = candidates.start(SLEEPS)
     (declared,) = read_declared(candidates.run_dir)
-    dialogues = [capture.Asking(declared) for _ in range(3)]
+    dialogues = [capture.StackRequest(declared) for _ in range(3)]
     turns = [each.turns() for each in dialogues]
     while turns:
         for each in list(turns):

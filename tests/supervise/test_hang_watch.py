@@ -19,8 +19,8 @@ from ddpdoctor.supervise.hang_watch import (
     FIRST_STEP_FACTOR,
     SILENT_STEPS,
     WAIT_FACTOR,
-    Signs,
-    Start,
+    SignsOfLife,
+    StartWatch,
 )
 from ddpdoctor.system import process_activity
 from tests.conftest import LIMIT, Doctor, Live
@@ -31,7 +31,7 @@ from tests.support.marks import sick
 
 
 def test_a_job_that_moves_is_left_alone() -> None:
-    signs = Signs(5.0)
+    signs = SignsOfLife(5.0)
     for second in range(60):
         moving = job(status(0, Phase.WAIT, since=1), status(1, Phase.DATA, since=second))
         found = signs.look(moving, float(second))
@@ -43,7 +43,7 @@ def test_a_job_that_moves_is_left_alone() -> None:
 
 
 def test_nobody_moves() -> None:
-    signs = Signs(5.0)
+    signs = SignsOfLife(5.0)
     still = job(status(0, Phase.WAIT), status(1, Phase.OTHER))
     assert [signs.look(still, second) for second in (0.0, 2.5, 4.9)] == [None] * 3
     found = signs.look(still, 5.5)
@@ -52,7 +52,7 @@ def test_nobody_moves() -> None:
 
 
 def test_long_steps_get_more_time() -> None:
-    signs = Signs(None)
+    signs = SignsOfLife(None)
     line = b'{"kind":"step","step":1,"start":1,"total":10000000000}'
     still = job(status(0, Phase.BACKWARD), line=line)
     signs.look(still, 0.0)
@@ -61,7 +61,7 @@ def test_long_steps_get_more_time() -> None:
 
 
 def test_the_first_step_has_its_own_words() -> None:
-    signs = Signs(5.0)
+    signs = SignsOfLife(5.0)
     still = job(status(0, Phase.WAIT, step=0))
     signs.look(still, 0.0)
     found = signs.look(still, 6.0)
@@ -72,8 +72,8 @@ def test_a_rendezvous_is_not_long_for_a_launcher_that_has_just_come_to_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A busy machine: torchrun computed for 12 s before it came to the rendezvous.
-    monkeypatch.setattr(process_activity, "turns_of_tree", lambda _: {})
-    start = Start(6.0)
+    monkeypatch.setattr(process_activity, "cpu_times_of_tree", lambda _: {})
+    start = StartWatch(6.0)
     start.begin(1)
     seen = []
     for second in range(22):

@@ -16,7 +16,7 @@ from ddpdoctor.run.records.supervisor import FindingRecord, RetractionRecord
 from ddpdoctor.run.reported import Reported, Withdrawn, from_journal, to_journal
 from ddpdoctor.supervise import run_watch
 from ddpdoctor.supervise.job_signals import Passthrough
-from ddpdoctor.supervise.run_watch import Showing, keep_stderr
+from ddpdoctor.supervise.run_watch import StderrFile, keep_stderr
 from tests.conftest import Doctor
 
 FOUND = Finding(
@@ -84,7 +84,7 @@ def test_the_last_of_stderr_is_shown_where_it_is_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = Written()
-    shows, file = Showing(tmp_path, job), tmp_path / rundir.STDERR_SO_FAR
+    shows, file = StderrFile(tmp_path, job), tmp_path / rundir.STDERR_SO_FAR
     shows.update()
     assert not file.exists()
     job.text = b"x" * run_watch.MAX_SHOWN + b"the end"
@@ -109,7 +109,7 @@ def test_the_last_of_stderr_is_shown_where_it_is_new(
 def test_a_disk_that_says_no_is_borne(tmp_path: Path) -> None:
     job = Written()
     job.text = b"x"
-    shows = Showing(tmp_path / "gone", job)
+    shows = StderrFile(tmp_path / "gone", job)
     shows.update()
     keep_stderr(tmp_path / "gone", job)
     shows.end()

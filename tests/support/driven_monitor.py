@@ -12,7 +12,7 @@ from textual.pilot import Pilot
 
 from ddpdoctor.render.terminal import plain
 from ddpdoctor.top.app import TopApp
-from ddpdoctor.top.frames import Played, Want
+from ddpdoctor.top.frames import Replay, Visible
 from ddpdoctor.top.snapshot import Snapshot
 from ddpdoctor.top.view import View
 from tests.conftest import LIMIT
@@ -23,16 +23,16 @@ class Frames:
     """A source that hands out frames, one step further each time."""
 
     interval = 0.02
-    replay: Played | None = None
+    replay: Replay | None = None
 
     def __init__(self, first: Snapshot) -> None:
         self.first = first
         self.count = 0
-        self.wanted: list[Want] = []
+        self.wanted: list[Visible] = []
         self.closed = False
         self.fail: Exception | None = None
 
-    def read(self, want: Want) -> Snapshot:
+    def read(self, want: Visible) -> Snapshot:
         self.wanted.append(want)
         if self.fail is not None:
             raise self.fail

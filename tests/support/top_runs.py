@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ddpdoctor.top.frames import Want
+from ddpdoctor.top.frames import Visible
 from ddpdoctor.top.live import LiveSource
 from tests.support.generated import Generated
 
 Make = Callable[..., Generated]
-ALL = Want()
+ALL = Visible()
 
 
 def living(run: Generated, steps: int = 30) -> LiveSource:

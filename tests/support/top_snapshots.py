@@ -16,7 +16,7 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.render.terminal import plain
 from ddpdoctor.top.draw import screen
-from ddpdoctor.top.draw.drawing import Material
+from ddpdoctor.top.draw.drawing import ScreenData
 from ddpdoctor.top.frames import Point, point
 from ddpdoctor.top.snapshot import (
     FindingRow,
@@ -272,7 +272,7 @@ def picture(name: str) -> str:
     snapshot, view = CASES[name]()
     parts = []
     for width, height in SIZES:
-        material = Material(points=history(snapshot))
+        material = ScreenData(points=history(snapshot))
         drawn = screen.draw_screen(snapshot, view, width, height, material)
         parts.append(f"{width}x{height}\n" + "".join(f"{plain(x)}|\n" for x in drawn.lines))
     return "\n".join(parts)

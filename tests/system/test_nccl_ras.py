@@ -14,7 +14,7 @@ from ddpdoctor.core.finding import Finding
 from ddpdoctor.diagnose.collectives.recorded_calls import ranks_behind, unanswered_ranks
 from ddpdoctor.diagnose.hangs.diagnosis import ras_evidence
 from ddpdoctor.nodes import hang_examination
-from ddpdoctor.run.mapped import Asking
+from ddpdoctor.run.mapped import RequestWriter
 from ddpdoctor.run.records.base import as_json, json_line
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.supervisor import HangRecord, RankEvidence, Ras
@@ -215,7 +215,12 @@ def test_an_examination_has_the_answer_in_its_record_and_in_its_file(
     records: list[Any] = []
     with running(BY_OPERATION, BEHIND) as (pid, _):
         watch = HangWatch(
-            tmp_path, Asking(str(tmp_path)), 0.1, records.append, lambda _: None, lambda: None
+            tmp_path,
+            RequestWriter(str(tmp_path)),
+            0.1,
+            records.append,
+            lambda _: None,
+            lambda: None,
         )
         deadline = time.monotonic() + LIMIT
         while not watch.look(replace(job(pid), path=tmp_path)):

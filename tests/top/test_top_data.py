@@ -21,7 +21,7 @@ from ddpdoctor.run.records.base import json_line
 from ddpdoctor.run.reported import Reported, to_journal
 from ddpdoctor.top import output
 from ddpdoctor.top.frame_sources import open_source
-from ddpdoctor.top.frames import Want
+from ddpdoctor.top.frames import Visible
 from ddpdoctor.top.live import LiveSource
 from ddpdoctor.top.run_files import StampAges
 from tests.supervise.test_showing import FOUND
@@ -86,7 +86,7 @@ def test_output_belongs_to_the_rank_that_its_mark_says(make: Make) -> None:
     text = "plain\n[rank1]: a \x1b[31mred\x1b[0m one\n[default2]:by local rank\n"
     text += " 5%\r 9%\r10%\n[rank9]: x"
     (run.path / rundir.STDERR_SO_FAR).write_text(text)
-    snapshot = source.read(Want(frozenset({1, 2, 9, 10})))
+    snapshot = source.read(Visible(frozenset({1, 2, 9, 10})))
     output = {row.rank: row.output for row in snapshot.ranks if row.output}
     # Rank 10 has local rank 2, too, but on another node.
     assert output == {1: ("a red one",), 2: ("by local rank",), 9: ("x",)}
@@ -205,15 +205,15 @@ def test_pages_of_noise_behind_a_good_head(
 def test_ranks_out_of_sight_are_read_every_other_time(make: Make) -> None:
     run = make(100)
     source = living(run)
-    source.read(Want(frozenset({7})))
+    source.read(Visible(frozenset({7})))
     run.steps(1)
     for frames, fresh in ((1, 50), (2, 100)):
-        rows = source.read(Want(frozenset({7}))).ranks
+        rows = source.read(Visible(frozenset({7}))).ranks
         assert sum(row.step == 31 for row in rows) in (fresh, fresh + 1), frames
         assert next(row.step for row in rows if row.rank == 7) == 31
     run.exit(8, -9)
     run.exit(9, -9)
-    rows = source.read(Want(frozenset({7}))).ranks
+    rows = source.read(Visible(frozenset({7}))).ranks
     assert {row.rank for row in rows if row.state == "dead"} == {8, 9}
 
 
@@ -270,8 +270,8 @@ def test_nothing_heavy_is_imported() -> None:
     code = (
         "import sys\n"
         "from ddpdoctor.top.frame_sources import open_source\n"
-        "from ddpdoctor.top.frames import Want\n"
-        "open_source(None, demo=True).read(Want())\n"
+        "from ddpdoctor.top.frames import Visible\n"
+        "open_source(None, demo=True).read(Visible())\n"
         "import ddpdoctor.top.live, ddpdoctor.top.frame_sources, ddpdoctor.top.recording\n"
         "import ddpdoctor.top.frame_sources, ddpdoctor.top.output\n"
         "bad = {'torch', 'textual', 'numpy', 'rich', 'prometheus_client'}\n"

@@ -30,7 +30,7 @@ from ddpdoctor.run.status import Parts, Phase
 from ddpdoctor.run.step_series import StepLog
 from ddpdoctor.top import run_files
 from ddpdoctor.top.frame_sources import FinishedSource, open_source
-from ddpdoctor.top.frames import Want
+from ddpdoctor.top.frames import Visible
 from ddpdoctor.top.live import LiveSource
 from tests.supervise.test_showing import FOUND
 from tests.support.generated import MS, USUAL, Generated, step_line
@@ -73,7 +73,7 @@ def test_a_finished_run_is_a_replay_over_its_steps(make: Make) -> None:
     assert len(history) > 40 and source.position == 100
     assert [each.job.step for each in history] == sorted(each.job.step or 0 for each in history)
     source.seek(40)
-    frame = source.read(Want(frozenset({2})))
+    frame = source.read(Visible(frozenset({2})))
     assert source.position == 40, "reading does not move"
     assert {row.step for row in frame.ranks} == {41} and len(frame.ranks) == 3
     assert frame.verdict.level == "ok" and frame.ranks[0].rank == 2

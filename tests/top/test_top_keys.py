@@ -14,7 +14,7 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.top.app import TopApp
 from ddpdoctor.top.draw import panels
 from ddpdoctor.top.frame_sources import RunChoice
-from ddpdoctor.top.frames import Played, Want
+from ddpdoctor.top.frames import Replay, Visible
 from ddpdoctor.top.snapshot import Snapshot
 from ddpdoctor.top.view import KEYS, VIEW_ACTIONS
 from tests.conftest import LIMIT
@@ -27,10 +27,10 @@ class Replayed(Frames):
 
     def __init__(self, first: Snapshot) -> None:
         super().__init__(first)
-        self.played = self.replay = Played()
+        self.played = self.replay = Replay()
         self.played.length = 10
 
-    def read(self, want: Want) -> Snapshot:
+    def read(self, want: Visible) -> Snapshot:
         self.count = self.played.position
         return super().read(want)
 

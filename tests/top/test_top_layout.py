@@ -17,8 +17,8 @@ from ddpdoctor.render.terminal import plain, style_of, text_width
 from ddpdoctor.top.app import changed_stretches
 from ddpdoctor.top.draw import drawing, screen
 from ddpdoctor.top.draw.board import full_rank
-from ddpdoctor.top.draw.drawing import ASCII, UNICODE, Material
-from ddpdoctor.top.frames import Past, Point
+from ddpdoctor.top.draw.drawing import ASCII, UNICODE, ScreenData
+from ddpdoctor.top.frames import History, Point
 from ddpdoctor.top.snapshot import FindingRow, Gpu, RankRow, Snapshot, Times, Verdict
 from ddpdoctor.top.view import KEYS, SORTS, Panel, View, apply_action, board_order, selected_rows
 from tests.support import top_snapshots as made
@@ -39,7 +39,7 @@ def test_the_picture_is_the_golden_one(name: str) -> None:
 def test_a_rank_that_gains_memory_shows_its_slope() -> None:
     snapshot = made.run(2, gpus=False)
     grows, still = (
-        Material(tuple(Point(100.0 + 2 * n, memory={0: (1 << 30) + n * each}) for n in range(30)))
+        ScreenData(tuple(Point(100.0 + 2 * n, memory={0: (1 << 30) + n * each}) for n in range(30)))
         for each in (4 << 20, 0)
     )
     shown = [
@@ -136,7 +136,9 @@ views = st.builds(
 def test_every_line_is_as_wide_as_the_screen_and_harmless(
     snapshot: Snapshot, view: View, room: int, height: int
 ) -> None:
-    drawn = screen.draw_screen(snapshot, view, room, height, Material(asked=("one", "\x1b[2J two")))
+    drawn = screen.draw_screen(
+        snapshot, view, room, height, ScreenData(asked=("one", "\x1b[2J two"))
+    )
     assert len(drawn.lines) == height
     for line in drawn.lines:
         assert text_width(plain(line)) == room
@@ -406,7 +408,7 @@ def test_only_what_has_changed_is_written() -> None:
 
 
 def test_the_charts_go_back_to_the_beginning() -> None:
-    past = Past()
+    past = History()
     newest = made.run(2)
     past.add(newest)
     past.add_earlier([replace(each, time=each.time - 60) for each in made.history(newest)])

@@ -23,7 +23,7 @@ from ddpdoctor.run.reported import Reported, Withdrawn, to_journal
 from ddpdoctor.run.status import Phase
 from ddpdoctor.top import live, output, run_files
 from ddpdoctor.top.frame_sources import open_source
-from ddpdoctor.top.frames import Want
+from ddpdoctor.top.frames import Visible
 from ddpdoctor.top.live import LiveSource, Progress
 from ddpdoctor.top.snapshot import Job, Snapshot
 from tests.conftest import LIMIT, Doctor
@@ -60,7 +60,7 @@ def test_runs_of_any_size(make: Make, ranks: int) -> None:
     source = living(run)
     if ranks > 1:
         run.tell(straggler(ranks - 1))
-    snapshot = source.read(Want(frozenset({0})))
+    snapshot = source.read(Visible(frozenset({0})))
     assert len(snapshot.ranks) == snapshot.world_size == ranks
     assert {row.state for row in snapshot.ranks} == {"running"}
     first = snapshot.ranks[0]
@@ -98,13 +98,13 @@ def test_the_victim_is_not_blamed(make: Make) -> None:
 def test_a_rank_that_turns_slow_is_seen_on_its_page_alone(make: Make) -> None:
     run = make(4)
     source = living(run)
-    assert source.read(Want(frozenset())).verdict.level == "ok"
+    assert source.read(Visible(frozenset())).verdict.level == "ok"
     for rank, each in run.every.items():
         phase = "forward" if rank == 2 else "wait"
         each.parts = each.parts._replace(**{phase: getattr(each.parts, phase) + 30 * MS})
     for _ in range(run_files.WINDOW // 2 + 1):
         run.steps(1)
-        snapshot = source.read(Want(frozenset()))
+        snapshot = source.read(Visible(frozenset()))
     first = snapshot.ranks[0]
     assert first.rank == 2 and first.times is not None
     assert first.times.forward > snapshot.ranks[1].times.forward + 0.01  # type: ignore[union-attr]
@@ -136,7 +136,7 @@ def test_a_rank_that_gets_no_core_is_shown_so(make: Make, cpu: int, lacked: int)
     for _ in range(run_files.WINDOW):
         # What the journal said is older now than what the medians are made of.
         run.steps(1)
-        snapshot = source.read(Want(frozenset()))
+        snapshot = source.read(Visible(frozenset()))
     for seen in (snapshot, LiveSource(run.path, 1.0).read(ALL)):
         row = next(row for row in seen.ranks if row.rank == 1)
         assert row.times is not None and row.times.lacked == pytest.approx(lacked / 1000)
@@ -194,7 +194,7 @@ def test_verdicts_are_one_line_and_whole(make: Make) -> None:
     source = living(run)
     run.error(1000, "ValueError", "x " * 100 + "\nend")
     run.exit(1000, 1)
-    text = source.read(Want(frozenset())).verdict.text
+    text = source.read(Visible(frozenset())).verdict.text
     assert text.startswith("rank 1000 died: ValueError: x x") and text.endswith("(train.py:12)")
     assert "\n" not in text
 

@@ -25,7 +25,7 @@ from ddpdoctor.supervise.job_signals import Passthrough
 from ddpdoctor.supervise.run_watch import RunWatch
 from ddpdoctor.supervise.supervisor import Supervisor
 from ddpdoctor.top import headline
-from ddpdoctor.top.frames import Want
+from ddpdoctor.top.frames import Visible
 from ddpdoctor.top.live import GpuFiles, LiveSource
 from ddpdoctor.top.run_files import Stderr, SupervisorEvents
 from tests.support.written import T0, Written
@@ -271,12 +271,12 @@ def test_a_part_of_the_monitor_that_fails_leaves_the_rest(
     monkeypatch.setattr(owner, method, raises)
     source = LiveSource(sick, 1.0)
     for _ in range(2):
-        frame = source.read(Want(None))
+        frame = source.read(Visible(None))
         (note,) = [note for note in frame.notes if WORDS in note]
         assert note.startswith(f"{WORDS} {part}: KeyError('what is not there')")
         assert len(frame.ranks) == (0 if method == "_row" else 2)
     source.close()
     monkeypatch.undo()
     source = LiveSource(sick, 1.0)
-    assert not source.read(Want(None)).notes
+    assert not source.read(Visible(None)).notes
     source.close()

@@ -33,7 +33,7 @@ from ddpdoctor.probe.runtime import rank, torch_groups, torch_private
 from ddpdoctor.probe.runtime.hot import Calls
 from ddpdoctor.probe.runtime.phases import Backward
 from ddpdoctor.probe.runtime.sites import Site
-from ddpdoctor.run.mapped import Asked, UnreadableError
+from ddpdoctor.run.mapped import RequestReader, UnreadableError
 from ddpdoctor.run.records.model import GraphCutRecord
 from ddpdoctor.run.ring import (
     ASYNC,
@@ -474,7 +474,7 @@ class Flight:
     """
 
     def __init__(self, directory: str, path: str, ring: str, tracker: StepTracker) -> None:
-        self._asked = Asked(directory)
+        self._asked = RequestReader(directory)
         self._path = path
         self._ring = ring
         self._tracker = tracker

@@ -27,7 +27,7 @@ from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.shield import background
-from ddpdoctor.run.mapped import MOST_PROFILES, PROFILE, Asked
+from ddpdoctor.run.mapped import MOST_PROFILES, PROFILE, RequestReader
 from ddpdoctor.run.records.base import CodeFrame
 from ddpdoctor.run.records.training import ProfileRecord, SampledStack
 
@@ -269,7 +269,7 @@ class Profiles(Observer):
 
     def __init__(self, state: RankState, directory: str) -> None:
         super().__init__(state)
-        self._asked = Asked(directory, PROFILE)
+        self._asked = RequestReader(directory, PROFILE)
         self._taken = 0
         self._running: Sampler | None = None
 

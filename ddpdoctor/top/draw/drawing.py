@@ -117,7 +117,7 @@ class Frame:
 
 
 @dataclass(frozen=True)
-class Material:
+class ScreenData:
     """The content of a screen besides the snapshot."""
 
     points: tuple[Point, ...] = ()  # The run over time, oldest first
@@ -135,7 +135,7 @@ class Scene:
     view: View
     room: int
     marks: Marks
-    material: Material = field(default_factory=Material)
+    material: ScreenData = field(default_factory=ScreenData)
 
     @cached_property
     def row(self) -> RankRow | None:
@@ -152,10 +152,10 @@ class Scene:
         return ((text + self.marks.rule * max(self.room - text_width(text), 0), "bold"),)
 
 
-def scene_of(snapshot: Snapshot, view: View, room: int, material: Material | None) -> Scene:
+def scene_of(snapshot: Snapshot, view: View, room: int, material: ScreenData | None) -> Scene:
     """Return a scene with the characters that the terminal can show."""
     marks = ASCII if view.ascii_only else UNICODE if view.colour else replace(UNICODE, letters=True)
-    return Scene(snapshot, view, room, marks, material or Material())
+    return Scene(snapshot, view, room, marks, material or ScreenData())
 
 
 # -- bars and charts of text

@@ -9,7 +9,7 @@ from functools import lru_cache
 from ddpdoctor.core import formatting
 from ddpdoctor.render.terminal import Line, Span, cleaned, fitted, text_width, wrapped
 from ddpdoctor.top.draw import board, panels
-from ddpdoctor.top.draw.drawing import LEVELS, Frame, Material, Scene, scene_of
+from ddpdoctor.top.draw.drawing import LEVELS, Frame, Scene, ScreenData, scene_of
 from ddpdoctor.top.snapshot import RankRow, Snapshot
 from ddpdoctor.top.view import KEYS, View
 
@@ -204,7 +204,7 @@ TITLES = {
 
 
 def draw_screen(
-    snapshot: Snapshot, view: View, room: int, height: int, material: Material | None = None
+    snapshot: Snapshot, view: View, room: int, height: int, material: ScreenData | None = None
 ) -> Frame:
     """Draw a screen of exactly ``height`` lines of exactly ``room`` columns."""
     if room <= 0 or height <= 0:
