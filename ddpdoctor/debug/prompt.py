@@ -25,9 +25,9 @@ from ddpdoctor.run.records.supervisor import MAIN, RankStacks, Thread
 from ddpdoctor.run.records.supervisor import Frame as StackFrame
 from ddpdoctor.run.snapshot import Run
 
-POLL = 0.25  # Seconds between two reads of the run while a command waits
-SETTLED = 1.0  # Seconds after the last stop until no more ranks are waited for
-HELD = 5.0  # Seconds for running ranks, which may be waiting for held ones
+POLL_INTERVAL = 0.25  # Seconds between two reads of the run while a command waits
+SETTLE_TIME = 1.0  # Seconds after the last stop until no more ranks are waited for
+HELD_TIMEOUT = 5.0  # Seconds for running ranks, which may be waiting for held ones
 PAUSE_TIMEOUT = 5.0  # Seconds for ranks to stop when they are paused
 MOVES = ("n", "next", "s", "step", "u", "up", "d", "down")
 CONTEXT = 5  # Lines before and after the current one that `list` shows
@@ -152,7 +152,7 @@ class Prompt(cmd.Cmd):
         """Show events while the prompt waits for a command."""
         path = self._sessions.run.path
         while rundir.is_live(path):
-            time.sleep(2 * POLL)
+            time.sleep(2 * POLL_INTERVAL)
             with self._busy, contextlib.suppress(DoctorError, OSError):
                 if self._at_prompt:
                     self._take_waiting()
@@ -229,7 +229,7 @@ class Prompt(cmd.Cmd):
         if waiting:
             troubles = self._sessions.attach(waiting)
             reached = waiting - set(troubles)
-            self._sessions.wait(SETTLED, lambda: reached <= self._sessions.stopped())
+            self._sessions.wait(SETTLE_TIME, lambda: reached <= self._sessions.stopped())
             if troubles:
                 self._print([*grouped_lines(troubles)])
 
@@ -282,11 +282,11 @@ class Prompt(cmd.Cmd):
         before = sessions.stopped()
         bound = any(resumed & set(each.ranks) for each in sessions.breakpoints)
         limited = bool(before - resumed) or not (bound or self._is_typed)
-        left = HELD
+        left = HELD_TIMEOUT
         while running := resumed & set(sessions.by_rank) - before:
             began, turns = time.monotonic(), sessions.turns(running)
             try:
-                sessions.wait(POLL)
+                sessions.wait(POLL_INTERVAL)
                 self._take_waiting()
             except KeyboardInterrupt:
                 if not self._is_typed:
@@ -297,7 +297,7 @@ class Prompt(cmd.Cmd):
             seconds = time.monotonic() - began
             left -= seconds - sessions.without_core(turns, seconds)
             if sessions.stopped() != before:
-                before, left = sessions.stopped(), SETTLED
+                before, left = sessions.stopped(), SETTLE_TIME
             if (before & resumed or limited) and left < 0:
                 break
         self._show_news()

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 from ddpdoctor.core import opening
 from ddpdoctor.core.opening import whole
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.run.names import MOST_WORLD
+from ddpdoctor.run.names import MAX_WORLD_SIZE
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.training import SiteRecord
 from ddpdoctor.run.snapshot import Run
@@ -765,7 +765,7 @@ def ranks_at(path: str, line: int, world_size: int, *, one_node: bool) -> tuple[
         one_node: Whether rank and local rank are the same.
     """
     words = _words(path)
-    world_size = min(world_size, MOST_WORLD)
+    world_size = min(world_size, MAX_WORLD_SIZE)
     found = set(range(world_size))
     for node in nodes_of(path):
         if not isinstance(node, ast.If) or not discerns(node.test, words):

@@ -31,7 +31,7 @@ from ddpdoctor.nodes.messages import (
     StreamOpened,
     StreamTaken,
 )
-from ddpdoctor.run.names import CONTROL, MOST_WORLD, debug_socket, short_path
+from ddpdoctor.run.names import CONTROL, MAX_WORLD_SIZE, debug_socket, short_path
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.system import peers
 
@@ -161,7 +161,7 @@ class DebugRelay:
             found.ranks = tuple(
                 each
                 for each in message.ranks[:MAX_RANKS]
-                if 0 <= each.index < MAX_RANKS and 0 <= each.rank < MOST_WORLD
+                if 0 <= each.index < MAX_RANKS and 0 <= each.rank < MAX_WORLD_SIZE
             )
             self._tell_of(node)
         elif isinstance(message, StreamOpened):

@@ -84,7 +84,7 @@ def check(data: bytes, path: str, what: str, magic: bytes, newest: int, size: in
 
 EXAMINATION = "examination"  # File that requests an examination of a hang
 PROFILE = "profile"  # File that requests samples of the training thread's stack
-MOST_PROFILES = 4  # Maximum number of profiles of a rank
+MAX_PROFILES = 4  # Maximum number of profiles of a rank
 
 _NUMBER = struct.Struct("<q")
 
@@ -138,7 +138,7 @@ _SEQUENCE_AT = 64
 _SUSPECT = struct.Struct("<qqqqq8q")
 _SUSPECT_AT = 128
 _SUSPECT_SIZE = 256
-MOST_SUSPECTS = 8  # Maximum number of tensors in a suspicion
+MAX_SUSPECTS = 8  # Maximum number of tensors in a suspicion
 
 
 class Suspicion(NamedTuple):
@@ -165,8 +165,8 @@ class SuspicionWriter:
 
     def write(self, suspicion: Suspicion) -> None:
         """Replace the current request."""
-        tensors = suspicion.tensors[:MOST_SUSPECTS]
-        padded = (*tensors, *(0,) * (MOST_SUSPECTS - len(tensors)))
+        tensors = suspicion.tensors[:MAX_SUSPECTS]
+        padded = (*tensors, *(0,) * (MAX_SUSPECTS - len(tensors)))
         # A sequence lock: odd while the rest is being written.
         _NUMBER.pack_into(self._memory, _SEQUENCE_AT, self._sequence + 1)
         _SUSPECT.pack_into(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 FORMAT = 1
 """Version of every file in a run directory; raised when an old reader would misread a new file."""
 
-MOST_WORLD = 1 << 17  # Maximum number of ranks. A file with more is not trusted.
+MAX_WORLD_SIZE = 1 << 17  # Maximum number of ranks. A file with more is not trusted.
 BUFFERS = "DDP's broadcast of buffers"  # The name shown for the broadcast before DDP's forward
 
 BUCKETS = "DDP's broadcast of the order of buckets"

@@ -348,7 +348,7 @@ class RunReader:
         pages, more = _pages(names)
         strays = [each for each in names if each.startswith("process-") and each.endswith(".jsonl")]
         unreadable: list[str] = []
-        crowd = [*_crowd(names, more, strays)]
+        crowd = [*_too_many_files(names, more, strays)]
         del strays[MAX_RANKS:]
         # All journals exist before the first is read, because they share the room.
         window = MAX_STEPS // (len(pages) or 1)
@@ -453,7 +453,7 @@ def _pages(names: Iterable[str]) -> tuple[list[_Page], int]:
     return found, left
 
 
-def _crowd(names: Sequence[str], ranks: int, strays: Sequence[str]) -> Iterator[str]:
+def _too_many_files(names: Sequence[str], ranks: int, strays: Sequence[str]) -> Iterator[str]:
     """Say what is left out of a directory with too many files."""
     if len(names) >= opening.MOST_NAMES:
         yield f"more than {opening.MOST_NAMES} files: the others are left out"
@@ -484,7 +484,7 @@ def glance(path: Path) -> Run:
     ranks: list[Rank] = []
     names = opening.names(path)
     pages, more = _pages(names)
-    unreadable = [*_crowd(names, more, ())]
+    unreadable = [*_too_many_files(names, more, ())]
     for page in pages:
         try:
             status = read_status(f"{path / page.stem}.status")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from ddpdoctor.diagnose.replicas.differences import AVERAGED, FINGERPRINT_PATIENCE, unpacked
 from ddpdoctor.diagnose.speed.lag import lags
 from ddpdoctor.diagnose.speed.reasons import PATIENCE
-from ddpdoctor.run.mapped import MOST_PROFILES, RequestWriter, Suspicion, SuspicionWriter
+from ddpdoctor.run.mapped import MAX_PROFILES, RequestWriter, Suspicion, SuspicionWriter
 from ddpdoctor.run.names import namespace
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.model import DdpRecord, ElementsRecord, FingerprintRecord, TensorsRecord
@@ -88,7 +88,7 @@ class Stragglers:
         if now < self._due - CHECK_INTERVAL:
             # The last check took long, since there are many ranks.
             return
-        if len(self._suspected) >= MOST_PROFILES:
+        if len(self._suspected) >= MAX_PROFILES:
             return
         began = time.thread_time()
         # A rank may be slow for another reason at the beginning than later.

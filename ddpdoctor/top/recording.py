@@ -193,8 +193,8 @@ class RecordingSource(Replay):
 
 # -- a made-up job of two nodes with a straggler, for people without a job
 
-STEP = 0.222  # Seconds that a step of the job takes
-AGE = 600.0  # Seconds for which the job has run when the monitor starts
+STEP_TIME = 0.222  # Seconds that a step of the job takes
+AGE_AT_START = 600.0  # Seconds for which the job has run when the monitor starts
 
 _STEPS_OF_EPOCH = 1250
 _HISTORY_POINTS = 48
@@ -203,7 +203,7 @@ _PHASES = (
     ("data", 0.03, "train.py:57"),
     ("forward", 0.06, "train.py:61"),
     ("backward", 0.2, "train.py:61"),
-    ("optimizer", STEP, "train.py:66"),
+    ("optimizer", STEP_TIME, "train.py:66"),
 )
 """The phases of a step, the end of each, and the line that enters it."""
 
@@ -215,7 +215,7 @@ class DemoSource:
         self.interval = interval
         self.replay = None
         self._clock = clock
-        self._start = clock() - AGE
+        self._start = clock() - AGE_AT_START
 
     def read(self, want: Visible) -> Snapshot:
         """Make the current frame."""
@@ -242,7 +242,7 @@ def _template() -> Snapshot:
 def at(age: float, now: float) -> Snapshot:
     """Make the frame of the job at an age in seconds, which is Unix time ``now``."""
     made = _template()
-    number, within = max(0, int(age / STEP) - 1), round(age % STEP, 3)
+    number, within = max(0, int(age / STEP_TIME) - 1), round(age % STEP_TIME, 3)
     phase, _, site = next(each for each in _PHASES if within <= each[1])
     epoch = number // _STEPS_OF_EPOCH
     rows = []
@@ -267,7 +267,7 @@ def at(age: float, now: float) -> Snapshot:
         step=number + 1,
         epoch=epoch,
         loss=round(1.8 + 5.1 / (1 + number / 400) + 0.1 * _noise(0, number), 3),
-        left=max(0, (made.job.steps or 0) - number) * STEP,
+        left=max(0, (made.job.steps or 0) - number) * STEP_TIME,
     )
     snapshot = replace(
         made,

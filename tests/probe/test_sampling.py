@@ -16,7 +16,7 @@ import pytest
 from ddpdoctor.diagnose.speed.stack_samples import Profile, spot
 from ddpdoctor.probe.observers import stack_sampling
 from ddpdoctor.probe.runtime.budget import Budget
-from ddpdoctor.run.mapped import MOST_PROFILES, PROFILE, RequestWriter
+from ddpdoctor.run.mapped import MAX_PROFILES, PROFILE, RequestWriter
 from ddpdoctor.run.records.base import JsonObject, json_line
 from ddpdoctor.run.records.training import ProfileRecord
 from ddpdoctor.run.records.typed_json import parse
@@ -175,7 +175,7 @@ def test_intervals_are_the_same_each_time_and_not_even(monkeypatch: pytest.Monke
     assert sum(first) == pytest.approx(stack_sampling.QUICKEST * stack_sampling.SAMPLES, rel=0.05)
 
 
-@pytest.mark.parametrize(("budget", "taken"), [(0.5, MOST_PROFILES), (0.0, 0)])
+@pytest.mark.parametrize(("budget", "taken"), [(0.5, MAX_PROFILES), (0.0, 0)])
 def test_profiles_are_few(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, budget: float, taken: int
 ) -> None:

@@ -54,7 +54,7 @@ from ddpdoctor.diagnose.hangs.rank_activity import (
     state_of,
 )
 from ddpdoctor.diagnose.source_files import brief, only_sleeps, quoted
-from ddpdoctor.run.names import MOST_WORLD
+from ddpdoctor.run.names import MAX_WORLD_SIZE
 from ddpdoctor.run.records.supervisor import Ras, RasDifference, RasGroup, RasProcess
 from ddpdoctor.run.snapshot import Run
 
@@ -551,7 +551,7 @@ def _not_all_joining(joining: _Seen, still: HangSnapshot) -> Finding:
     evidence = (*_launch_options(still), *still.dead_links)
     if still.nodes.several:
         worlds = (one.stacks.world_size for one in still.ranks if one.stacks is not None)
-        world = min(max(worlds, default=0), MOST_WORLD)
+        world = min(max(worlds, default=0), MAX_WORLD_SIZE)
         absent = sorted(set(range(world)) - {one.rank for one in still.ranks})
         missing = f"{still.nodes.places(absent)}, not seen from this node" if absent else missing
         fix, paste = still.nodes.and_check(_START), still.nodes.check_line

@@ -20,7 +20,7 @@ from ddpdoctor.core.formatting import spans
 from ddpdoctor.core.opening import integer
 from ddpdoctor.diagnose.collectives.recorded_calls import Call, first_pending, from_flight
 from ddpdoctor.diagnose.hangs.hang_snapshot import MIN_PENDING_NS
-from ddpdoctor.run.names import MOST_WORLD
+from ddpdoctor.run.names import MAX_WORLD_SIZE
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.supervisor import FlightCall, HangRecord, RankEvidence
 from ddpdoctor.run.snapshot import Records, Run
@@ -554,4 +554,4 @@ def _list(value: Any, kind: type[Any], most: int | None = None) -> list[Any]:
 def _members(recorded: str) -> frozenset[int]:
     """Parse the ranks of a group, which torch writes as ``"[0, 1]"``."""
     found = (int(each) for each in re.findall(r"\d{1,6}", recorded))
-    return frozenset(each for each in found if each < MOST_WORLD)
+    return frozenset(each for each in found if each < MAX_WORLD_SIZE)

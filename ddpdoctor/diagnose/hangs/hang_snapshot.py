@@ -17,7 +17,7 @@ from ddpdoctor.diagnose.collectives.recorded_calls import (
 from ddpdoctor.diagnose.crashes.resource_errors import unopened_store
 from ddpdoctor.diagnose.hangs.job_nodes import JobNodes, job_nodes
 from ddpdoctor.diagnose.source_files import location, only_sleeps
-from ddpdoctor.run.names import BEFORE_FORWARD, MOST_WORLD
+from ddpdoctor.run.names import BEFORE_FORWARD, MAX_WORLD_SIZE
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.process import OwnStoreRecord
 from ddpdoctor.run.records.supervisor import (
@@ -333,7 +333,7 @@ def hang_snapshot(run: Run) -> HangSnapshot | None:
         return None
     ranks = tuple(RankState(each, record.time) for each in record.ranks)
     recorded = max((each.evidence.world_size for each in ranks), default=0)
-    world = min(recorded, MOST_WORLD) or len(ranks)
+    world = min(recorded, MAX_WORLD_SIZE) or len(ranks)
     store = unopened_store(run.strays, record.restart)
     return HangSnapshot(record, ranks, world, run.manifest, store, run.every_stderr, job_nodes(run))
 
@@ -444,7 +444,7 @@ def parse_ranks(text: str) -> frozenset[int]:
     for part in text.split(","):
         first, _, last = part.partition("-")
         low, high = whole(first, -1), whole(last or first, -1)
-        if 0 <= low <= high < MOST_WORLD:
+        if 0 <= low <= high < MAX_WORLD_SIZE:
             found.update(range(low, high + 1))
     return frozenset(found)
 

@@ -27,7 +27,7 @@ from ddpdoctor.probe.runtime.budget import clock
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.shield import background
-from ddpdoctor.run.mapped import MOST_PROFILES, PROFILE, RequestReader
+from ddpdoctor.run.mapped import MAX_PROFILES, PROFILE, RequestReader
 from ddpdoctor.run.records.base import CodeFrame
 from ddpdoctor.run.records.training import ProfileRecord, SampledStack
 
@@ -277,7 +277,7 @@ class Profiles(Observer):
         """Begin a profile if the supervisor requested one. Called in the writing thread."""
         number = self._asked.news()
         idle = self._running is None or self._running.over
-        if number and idle and self._taken < MOST_PROFILES and self.state.budget.enabled:
+        if number and idle and self._taken < MAX_PROFILES and self.state.budget.enabled:
             self._taken += 1
             self._running = Sampler(self.state, number)
             self.wake("step_ended")
