@@ -35,9 +35,9 @@ class Finding:
         code: The rule's code, such as ``DDP610``. Its meaning never changes.
         severity: See :class:`Severity`.
         message: One sentence: the ranks, the cause and the place.
-        ranks: The guilty ranks, ascending. Empty if the whole job is to blame.
-        location: The guilty line, if known.
-        evidence: The facts behind the message, one a line, numbers with units.
+        ranks: The blamed ranks, ascending. Empty if the whole job is to blame.
+        location: The line to blame, if known.
+        evidence: The facts behind the message, one per line, numbers with units.
         fix: What to change, in one or two sentences.
         traceback: The user's part of a traceback or stack, if any.
         about: Identifies the finding although its ranks or lines change while the job runs. Empty
@@ -140,7 +140,7 @@ class Rule:
     """A pure function from a run to findings, with a code, its page and its relations.
 
     Attributes:
-        detect: It may serve several rules. It yields the findings of all of them then.
+        detect: May serve several rules. Then it yields the findings of all of them.
         page: The documentation page.
         supersedes: The rules whose findings are consequences of this one's, by code, with the
             predicate that has to hold.

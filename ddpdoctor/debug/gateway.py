@@ -206,12 +206,12 @@ class Gateway:
         ports: The listening sockets.
         sockets: The sockets in the run directory.
         unidentified: Also serve clients at the ports whose user cannot be determined.
-        gate: Ranks that have to be attached before any may start; all if empty. None for no gate.
+        gate: Ranks that have to be attached before any may start. All if empty, no gate if None.
         ends_job: The first client that stops a session begun before the gate opened ends the
             job.
         hold_errors: Ranks hold at an uncaught exception, so timeouts are lifted from the start.
         expected: The number of ranks. None if it is unknown.
-        project: Refuses clients of another project; None to serve all.
+        project: Refuses clients of another project. None serves all.
     """
 
     def __init__(

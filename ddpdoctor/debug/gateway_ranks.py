@@ -44,8 +44,8 @@ class RankLink:
         pid: Its pid, as it sees itself.
         rank: Its global rank. None while unknown.
         local_rank: None if its launcher has no local ranks.
-        world_size: None while unknown. local_world_size: The number of ranks of this node. None if
-            its launcher does not say.
+        world_size: None while unknown.
+        local_world_size: The number of ranks of this node. None if its launcher does not say.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -85,8 +85,8 @@ class Session:
         why: Why it stopped, in a few words.
         selected: The index of the frame that commands use, 0 for the innermost.
         over: Why the session has ended. Empty before that.
-        is_seen: The user has been shown the stop.
-        output: What debugpy has said and the user has not been shown.
+        is_seen: The user has seen the stop.
+        output: debugpy's output that the user has not seen yet.
     """
 
     def __init__(self, rank: int, connection: socket.socket, news: threading.Condition) -> None:

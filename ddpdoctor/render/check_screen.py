@@ -41,11 +41,11 @@ class View:
         rank: Its node rank. None if not known.
         met: Whether it met other nodes.
         first: The host name of the node that shows all nodes. Empty if this one does.
-        nodes: What the own checks of all nodes found, as in the JSON.
-        seconds: How long the checks took.
-        running: How many checks were interrupted.
+        nodes: The findings of all nodes' own checks, as in the JSON.
+        seconds: Duration of the checks.
+        running: Number of interrupted checks.
         verbose: Whether to print a row for each check.
-        width: Columns. None: nothing is wrapped, as in a pipe.
+        width: Columns. None wraps nothing, as for a pipe.
     """
 
     host: str

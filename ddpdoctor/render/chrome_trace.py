@@ -5,7 +5,7 @@ All times are on one clock (:func:`clock_offsets`), in microseconds from the sta
 durations are recorded within a step, so phases are laid out in their usual order.
 
 A profiler trace names its rank (``distributedInfo``) if the process group was initialized.
-Otherwise the process id or the file's name tells. Its times count from ``baseTimeNanoseconds``.
+Otherwise the process id or the file's name shows it. Its times count from ``baseTimeNanoseconds``.
 Traces of older versions of torch have none and hold microseconds since 1970.
 """
 

@@ -1,4 +1,4 @@
-"""The steps of a whole run as a table of fixed size, and how long ranks waited for each other.
+"""The steps of a whole run as a table of fixed size, and the ranks' waits for each other.
 
 A journal of 100,000 steps has 30 MB, and those of 1,024 ranks 30 GB. Large journals are therefore
 sampled: a few neighbouring steps of each column are read by their position in the file.

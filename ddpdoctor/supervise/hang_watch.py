@@ -153,8 +153,8 @@ class SignsOfLife:
     """Follows the signs of life of the ranks of the last attempt.
 
     Args:
-        hang_after: Seconds, if chosen by the user. lost: Returns the seconds of its silence in
-            which a rank had no core.
+        hang_after: Seconds, if chosen by the user.
+        lost: Returns the seconds of its silence in which a rank had no core.
     """
 
     def __init__(
@@ -314,9 +314,9 @@ class HangWatch:
     Args:
         directory: The run directory.
         asking: The file that asks ranks for their Flight Recorders.
-        hang_after: Seconds, if a person named them.
+        hang_after: Seconds, if chosen by the user.
         write: Writes a record of the supervisor.
-        note: Tells the user that the job goes on.
+        note: Tells the user that the job continues.
         wake: Wakes the supervisor's loop.
     """
 

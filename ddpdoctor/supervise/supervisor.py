@@ -41,7 +41,7 @@ class Supervisor:
 
     Args:
         command: The job.
-        directory: The run directory. None if it cannot be made, and the job runs unwatched.
+        directory: The run directory. None if it cannot be created: the job runs unwatched.
         passthrough: Carries the job's stderr.
         reporter: Prints findings.
         debugging: The debugger's part, or None for a run without.

@@ -457,7 +457,7 @@ class Choice:
             the GPUs that this process may use, whatever the driver's numbers.
         count: Number of devices that a process sees. It sees at most one MIG instance, and no whole
             GPU beside one.
-        wrong: What is wrong with the entry at which CUDA stopped. Empty if nothing is.
+        wrong: The problem with the entry at which CUDA stopped. Empty if there is none.
     """
 
     places: tuple[int, ...]

@@ -4,8 +4,8 @@ It contains the facts of the terminal report, the table of ranks, numbers over t
 stacks, and gaps in the measurements. Times are seconds unless a name says otherwise. Tables of
 numbers are packed (:func:`packed`).
 
-The run's data is JSON in an inert element, and the script puts it on the page as text alone. A
-content security policy in the file forbids other scripts and styles, and fetching anything.
+The run's data is JSON in an inert element, and the script puts it on the page only as text. A
+content security policy in the file forbids other scripts and styles, and any fetch.
 """
 
 from __future__ import annotations

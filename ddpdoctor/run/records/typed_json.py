@@ -3,8 +3,6 @@
 A JSON object may come from another version, from a torn write, or from an attacker. Unknown keys
 are skipped. A value that is not of its field's declared type counts as missing. So every returned
 object holds what its class declares, and readers need no checks.
-
-:mod:`~ddpdoctor.run.records.typed_json` checks the values.
 """
 
 from __future__ import annotations
