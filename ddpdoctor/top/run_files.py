@@ -305,7 +305,7 @@ class SupervisorEvents:
         record = self.debug.get(rank)
         words = {
             "waits": "waits for a debugger",
-            "stopped": "is stopped in the debugger",
+            "stopped": "has stopped in the debugger",
             "attached": "is in the debugger",
             "running": "is in the debugger",
         }.get("" if record is None else record.state, "")

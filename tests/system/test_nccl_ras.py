@@ -115,7 +115,7 @@ def test_of_two_communicators_that_differ_none_is_known_to_be_the_group() -> Non
         ("silent", "in time"),
         ("garbage", "not one of RAS"),
         ("closes", "not one of RAS"),
-        ("stranger", "is no RAS"),
+        ("stranger", "is not RAS"),
     ],
 )
 def test_a_hostile_server_costs_a_line(

@@ -152,7 +152,7 @@ def test_a_rank_in_the_debugger_says_so(make: Make) -> None:
     snapshot = source.read(ALL)
     assert snapshot.ranks[0].state == "debugger" and snapshot.ranks[0].debug_port == 5679
     assert snapshot.verdict.text == (
-        "rank 1 is stopped in the debugger at train.py:40: the others wait for it"
+        "rank 1 has stopped in the debugger at train.py:40: the others wait for it"
     )
     run.tell(replace(debug, state="detached"))
     assert {row.state for row in source.read(ALL).ranks} == {"running"}

@@ -164,7 +164,7 @@ def test_a_damaged_frame_is_one_frame(tmp_path: Path) -> None:
 def test_what_is_no_recording_is_refused(tmp_path: Path, content: bytes, zipped: bool) -> None:
     path = tmp_path / "recording"
     path.write_bytes(gzip.compress(content) if zipped else content)
-    with pytest.raises(DoctorError, match="no recording"):
+    with pytest.raises(DoctorError, match="not a recording"):
         RecordingSource(str(path))
     with pytest.raises(DoctorError, match="exists already"):
         Recording(str(path))
