@@ -54,7 +54,7 @@ class Capsule:
     reduced: dict[str, Any] = field(default_factory=dict)
     """Gradients of the parameters after the last backward of the step."""
     used: dict[str, Any] = field(default_factory=dict)  # The same, as passed to the optimizer
-    carried: bool = False  # Parameters had gradients before the first backward
+    carried: bool = False  # Whether parameters had gradients before the first backward
     error: str = ""  # The exception that ended the rank in this step
 
 

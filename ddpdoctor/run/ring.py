@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ddpdoctor.core.opening import whole
 from ddpdoctor.run import mapped
 
-FORMAT = 2  # Since 2 a call has its callers
+FORMAT = 2  # Version 2 added the callers of a call
 ENTRIES = 64  # Number of collectives in the ring
 ASYNC = 1  # Flag: called with ``async_op=True``
 POINT_TO_POINT = 2  # Flag: ``send`` or ``recv``, which are not ordered in a group
