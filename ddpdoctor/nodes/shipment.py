@@ -164,7 +164,9 @@ class Shipment:
                     yield sent, b"".join(lines), True
             elif GPUS.fullmatch(name) or name == CODE:
                 yield from self._whole(name, WHOLE_EVERY, opening.MOST_TEXT)
-        yield from self._stderr()
+        name = STDERR if (self._directory / STDERR).exists() else STDERR_SO_FAR
+        for _, data, append in self._whole(name, 0 if self.ended else RING_EVERY, MAX_STDERR):
+            yield STDERR, data, append
 
     def _of_rank(
         self, name: str, restart: int, kind: str, alignment: Alignment
@@ -223,11 +225,6 @@ class Shipment:
             return
         self._sent[name] = mark
         yield name, data, False
-
-    def _stderr(self) -> Iterator[tuple[str, bytes, bool]]:
-        name = STDERR if (self._directory / STDERR).exists() else STDERR_SO_FAR
-        for _, data, append in self._whole(name, 0 if self.ended else RING_EVERY, MAX_STDERR):
-            yield STDERR, data, append
 
     def _lines(self, name: str, alignment: Alignment, *, limited: bool) -> list[bytes]:
         tail = self._tails.get(name)

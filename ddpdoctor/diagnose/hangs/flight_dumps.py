@@ -7,7 +7,7 @@ import pickletools
 import re
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -331,7 +331,15 @@ def read(names: Sequence[str]) -> Dumps:
     # gloo does not record the members of its groups. Use all ranks in the files.
     known = set(dumps).union(*(ranks for each in dumps.values() for ranks in each.groups.values()))
     world = range(max(known) + 1)
-    record = _examination(dumps, world)
+    taken = max(each.written for each in dumps.values())
+    members: dict[str, str] = {}
+    for dump in dumps.values():
+        members |= {each.group: each.members for each in dump.entries}
+    members["0"] = spans(world)
+    ranks = tuple(_rank(rank, dump, taken, members) for rank, dump in sorted(dumps.items()))
+    last = max(each.since for each in ranks)
+    seconds = round((taken - last) / 1e9, 1)
+    record = HangRecord(time=taken, number=1, restart=0, seconds=seconds, ranks=ranks)
     supervisor = Records((record,))
     return Dumps(
         Run(path=Path(names[0]), manifest={}, ranks=(), supervisor=supervisor, taken=record.time),
@@ -472,19 +480,6 @@ def _window(calls: Sequence[FlightCall], kept: int) -> list[FlightCall]:
 
 
 # -- all files
-
-
-def _examination(dumps: Mapping[int, _Dump], world: Iterable[int]) -> HangRecord:
-    """Make a record of the files like that of an examination."""
-    taken = max(each.written for each in dumps.values())
-    members: dict[str, str] = {}
-    for dump in dumps.values():
-        members |= {each.group: each.members for each in dump.entries}
-    members["0"] = spans(world)
-    ranks = tuple(_rank(rank, dump, taken, members) for rank, dump in sorted(dumps.items()))
-    last = max(each.since for each in ranks)
-    seconds = round((taken - last) / 1e9, 1)
-    return HangRecord(time=taken, number=1, restart=0, seconds=seconds, ranks=ranks)
 
 
 def _remark(record: HangRecord) -> str:

@@ -71,7 +71,13 @@ def compare(before: Run, after: Run) -> Comparison:
         names=(before.id, after.id),
         total=Change("step", _total(old), _total(new)),
         phases=tuple(
-            Change(name, *(_over_ranks(run, at) for run in (old, new)))
+            Change(
+                name,
+                *(
+                    (median(each.parts[at] for each in run.values()) if run else None)
+                    for run in (old, new)
+                ),
+            )
             for at, name in enumerate(PARTS)
         ),
         ranks=ranks,
@@ -111,10 +117,6 @@ def _median_step(rank: RankSeries, of: Series) -> _MedianStep | None:
             medians = tuple(median(each) for each in zip(*steps, strict=True))
             return _MedianStep(medians, median(map(sum, steps)), len(rank.unsplit) < of.columns)
     return None
-
-
-def _over_ranks(ranks: Mapping[int, _MedianStep], part: int) -> float | None:
-    return median(each.parts[part] for each in ranks.values()) if ranks else None
 
 
 def _total(ranks: Mapping[int, _MedianStep]) -> float | None:

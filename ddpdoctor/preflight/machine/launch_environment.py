@@ -144,19 +144,14 @@ def _numbers(environ: Mapping[str, str]) -> Iterator[Finding]:
         )
     address = environ.get("MASTER_ADDR", "")
     if "/" in address or address.count(":") == 1:
+        name = address.rpartition("//")[2].partition("/")[0]
+        name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
         yield _wrong(
             f"MASTER_ADDR is {address!r}: it takes a name or an address, without scheme and port",
             "Put the port into MASTER_PORT.",
-            typed("export MASTER_ADDR={}", _host_in(address)),
+            typed("export MASTER_ADDR={}", name or "NODE0"),
             about="MASTER_ADDR",
         )
-
-
-def _host_in(address: str) -> str:
-    """Return the host name in ``tcp://node0:29500``, ``node0:29500`` or ``node0/``."""
-    name = address.rpartition("//")[2].partition("/")[0]
-    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
-    return name or "NODE0"
 
 
 def _incomplete(environ: Mapping[str, str]) -> Iterator[Finding]:

@@ -38,7 +38,30 @@ def install() -> None:
     # `print_exc`, `format_exc` and `logging` all end in these two.
     for name in ("print_exception", "format_exception"):
         before(traceback, name, failures.printed)
-    _wrap_exits()
+    sys_exit, os_exit = sys.exit, os._exit
+
+    @functools.wraps(sys_exit)
+    def exit(status: Any = None, /) -> NoReturn:
+        _note_exit(status)
+        try:
+            sys_exit(status)
+        except SystemExit as error:
+            shield.hide_frame(error)
+            raise
+
+    @functools.wraps(os_exit)
+    def _exit(status: int) -> NoReturn:
+        # Forked children, such as those of multiprocessing, always end this way.
+        own = os.getpid() == failures.owner
+        if own or rank.current() is not None:
+            _hard_exit(status, own)
+        os_exit(status)
+
+    # pickle looks for it in that module.
+    _exit.__module__ = "os"
+    sys.exit = exit
+    os._exit = _exit
+    atexit.register(_stray_at_exit)
     when_imported("multiprocessing.process", _wrap_process_run)
 
 
@@ -68,33 +91,6 @@ def _watch_threads() -> None:
 
 
 # -- exits without an exception
-
-
-def _wrap_exits() -> None:
-    sys_exit, os_exit = sys.exit, os._exit
-
-    @functools.wraps(sys_exit)
-    def exit(status: Any = None, /) -> NoReturn:
-        _note_exit(status)
-        try:
-            sys_exit(status)
-        except SystemExit as error:
-            shield.hide_frame(error)
-            raise
-
-    @functools.wraps(os_exit)
-    def _exit(status: int) -> NoReturn:
-        # Forked children, such as those of multiprocessing, always end this way.
-        own = os.getpid() == failures.owner
-        if own or rank.current() is not None:
-            _hard_exit(status, own)
-        os_exit(status)
-
-    # pickle looks for it in that module.
-    _exit.__module__ = "os"
-    sys.exit = exit
-    os._exit = _exit
-    atexit.register(_stray_at_exit)
 
 
 @shield.shielded

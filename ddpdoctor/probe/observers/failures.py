@@ -59,7 +59,8 @@ class Checkpoints(Observer):
 
     def saves(self, content: Any, file: Any) -> None:
         """Record a saved file once per kind of content."""
-        path = regular_file(file)
+        path = path_of(file)
+        path = "" if os.path.exists(path) and not os.path.isfile(path) else path
         if path:
             kind = _content(content)
             record = SaveRecord(
@@ -77,12 +78,6 @@ def path_of(file: Any) -> str:
     name = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", None)
     path = os.fspath(name) if isinstance(name, (str, os.PathLike)) else ""
     return os.path.realpath(path) if isinstance(path, str) and path else ""
-
-
-def regular_file(file: Any) -> str:
-    """Return the path of a regular file, and "" for a buffer or a device."""
-    path = path_of(file)
-    return "" if os.path.exists(path) and not os.path.isfile(path) else path
 
 
 def _content(obj: Any, depth: int = _CONTENT_DEPTH) -> str:

@@ -692,19 +692,15 @@ class Edits(Observer):
                 self.state.add(ClipRecord(step=step, call=name, **call[1].place), MAX_EDITS)
         self._clipped = step
         if step < EDITS_EVERY:
-            self._judge(name)
-
-    def _judge(self, name: str) -> None:
-        """Count calls that come too early, in steps whose events are all observed."""
-        if not self._fresh:
-            self._early = name, sites.caller()
-            return
-        edited = any(each.changed(marks) for each, marks in self._marks)
-        if self._scaled and not edited:
-            self._count("scaled", name, sites.caller())
-        else:
-            self._misplaced["scaled"] = -EDITS_EVERY
-        self._misplaced["early"] = -EDITS_EVERY
+            if not self._fresh:
+                self._early = name, sites.caller()
+                return
+            edited = any(each.changed(marks) for each, marks in self._marks)
+            if self._scaled and not edited:
+                self._count("scaled", name, sites.caller())
+            else:
+                self._misplaced["scaled"] = -EDITS_EVERY
+            self._misplaced["early"] = -EDITS_EVERY
 
     def _count(self, what: str, name: str, site: Site) -> None:
         times = self._misplaced[what] = self._misplaced.get(what, 0) + 1

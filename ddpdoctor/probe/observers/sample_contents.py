@@ -264,7 +264,11 @@ class _Walk:
             if is_subset(dataset):
                 if self.subset is None:
                     self.subset = dataset
-                return self._chosen(dataset, depth)
+                indices = dataset.indices
+                self._pay(len(indices))
+                inner = self.numbers(dataset.dataset, depth - 1)
+                plain = indices.tolist() if hasattr(indices, "tolist") else indices
+                return [inner[index] for index in plain]
             parts = _attribute(dataset, "datasets")
             if isinstance(parts, (list, tuple)) and _attribute(dataset, "cumulative_sizes"):
                 # torch's ConcatDataset
@@ -281,13 +285,6 @@ class _Walk:
             self._spaces[id(dataset)] = space
             self.length = space.stop
         return space
-
-    def _chosen(self, subset: Any, depth: int) -> list[int]:
-        indices = subset.indices
-        self._pay(len(indices))
-        inner = self.numbers(subset.dataset, depth - 1)
-        plain = indices.tolist() if hasattr(indices, "tolist") else indices
-        return [inner[index] for index in plain]
 
     def _pay(self, indices: int) -> None:
         self._left -= indices * INDEX_COST

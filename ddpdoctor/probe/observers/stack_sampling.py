@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 from ddpdoctor.core.user_code import user_file
@@ -127,15 +127,6 @@ class Sampler:
             return True
         innermost = frame.f_code
         phase = self._state.tracker.phase
-        lines = self._lines(frame)
-        # A reference to the frame would keep tensors alive.
-        del frame
-        # Reading the file releases the GIL, so a thread that waits only for the GIL appears to run.
-        self._samples.append((lines, innermost, _letter(status), phase))
-        self._cost += clock() - began
-        return False
-
-    def _lines(self, frame: FrameType | None) -> tuple[_Line, ...]:
         found: list[_Line] = []
         known = self._known
         for _ in range(DEEPEST):
@@ -148,10 +139,13 @@ class Sampler:
             if mine[1]:
                 found.append((code, frame.f_lineno or 0))
             frame = frame.f_back
-        return tuple(found)
-
-    def _files(self) -> set[str]:
-        return {code.co_filename for sample in self._samples for code, _ in sample[0]}
+        lines = tuple(found)
+        # A reference to the frame would keep tensors alive.
+        del frame
+        # Reading the file releases the GIL, so a thread that waits only for the GIL appears to run.
+        self._samples.append((lines, innermost, _letter(status), phase))
+        self._cost += clock() - began
+        return False
 
     def _on_collection(self, phase: str, info: dict[str, int]) -> None:
         if threading.get_ident() != self._thread:
@@ -197,7 +191,10 @@ class Sampler:
         affinity: tuple[int, ...] = ()
         with contextlib.suppress(OSError, AttributeError):
             affinity = tuple(sorted(os.sched_getaffinity(self._state.tracker.native)))
-        paths = {each: os.path.abspath(each) for each in self._files()}
+        paths = {
+            each: os.path.abspath(each)
+            for each in {code.co_filename for sample in self._samples for code, _ in sample[0]}
+        }
         stacks: Counter[tuple[tuple[CodeFrame, ...], tuple[str, str], str, int]] = Counter()
         for lines, innermost, letter, phase in self._samples:
             frames = tuple(
