@@ -133,11 +133,7 @@ def imported_files(path: str) -> tuple[str, ...]:
 
 
 class Source:
-    """Loops, conditions and calls of one file, by line.
-
-    Args:
-        tree: The file's syntax tree.
-    """
+    """Loops, conditions and calls of one file, by line."""
 
     def __init__(self, tree: ast.Module) -> None:
         self._nodes = list(ast.walk(tree))
@@ -444,11 +440,7 @@ class Words:
 
 
 def words_of(nodes: Iterable[ast.AST]) -> Words:
-    """Return the names that are set only to a rank or a condition on it, or return one.
-
-    Args:
-        nodes: All nodes of a file.
-    """
+    """Return the names in a file that are set only to a rank or a condition on it, or return it."""
     given: dict[str, list[ast.expr]] = {}
     for name, value in _assignments(nodes):
         # A first `main = None` says nothing.
@@ -681,8 +673,7 @@ class Guard:
 def guards_of(chain: Sequence[Location]) -> list[tuple[Guard, Location]]:
     """Return the conditions on the rank that led to a call, innermost first, with their lines.
 
-    Args:
-        chain: The call's line and those that led to it, innermost first.
+    ``chain`` is the call's line and those that led to it, innermost first.
     """
     makers = list(dict.fromkeys(at.path for at in chain))
     return [
@@ -697,12 +688,7 @@ def guards_of(chain: Sequence[Location]) -> list[tuple[Guard, Location]]:
 
 
 def _object_guards(path: str, makers: Sequence[str]) -> Iterator[Guard]:
-    """Yield conditions that ask for an object which only some ranks make: ``writer is not None``.
-
-    Args:
-        path: The file with the conditions.
-        makers: The files that may make the object.
-    """
+    """Yield conditions that ask for an object only some ranks make: ``writer is not None``."""
     for node in nodes_of(path):
         if isinstance(node, ast.If):
             test = node.test
@@ -719,12 +705,9 @@ def _object_guards(path: str, makers: Sequence[str]) -> Iterator[Guard]:
 
 
 def _made_by_some(name: str, makers: Sequence[str], depth: int = 2) -> bool:
-    """Return whether a name gets a value only under conditions on the rank.
+    """Return whether a name gets a value in some files only under conditions on the rank.
 
-    Args:
-        name: The name of a variable, an attribute or a parameter.
-        makers: The files to search.
-        depth: How often a value that is another name is followed.
+    A value that is another name is followed ``depth`` times.
     """
     made = [
         any(guard.holds([Location(path, value.lineno)]) for guard in _guards(path))
@@ -758,11 +741,7 @@ def rank_guard(path: str, line: int) -> int | None:
 def ranks_at(path: str, line: int, world_size: int, *, one_node: bool) -> tuple[int, ...]:
     """Return the ranks that may run a line by the conditions around it; empty if all may.
 
-    Args:
-        path: The file.
-        line: The line.
-        world_size: The number of ranks.
-        one_node: Whether rank and local rank are the same.
+    On ``one_node``, rank and local rank are the same.
     """
     words = _words(path)
     world_size = min(world_size, MOST_WORLD)

@@ -81,13 +81,8 @@ def operation_lines(
 ) -> list[Location]:
     """Return the lines between a forward and its backward that do one of some operations.
 
-    Args:
-        operations: Their names in torch's graph: ``mul``, ``log``.
-        forward: The line that calls the model.
-        backward: The line of ``backward()``, in the same function or in another one.
-        order: Index and number of operations of that name.
-        constant: Whether the operation got a non-finite input that no operation computed, such as a
-            constant.
+    Operations have their names in torch's graph, such as ``mul``. ``order`` is the index and the
+    number of those of that name. A ``constant`` that is not finite was an input.
     """
     found = _candidates(operations, forward, backward)
     if order is not None and order[1] == len(found):

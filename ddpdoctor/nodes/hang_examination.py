@@ -226,13 +226,7 @@ def _look(
 def look_again(
     run: Run, evidence: MutableMapping[int, RankEvidence], seen: dict[int, Seen]
 ) -> None:
-    """Bring up to date what can be without asking the ranks for anything.
-
-    Args:
-        run: A new snapshot of the run.
-        evidence: The evidence of an examination, by rank. On return, that of now.
-        seen: The processes as they were then. On return, as they are now.
-    """
+    """Update evidence and processes with a new snapshot, without asking the ranks for anything."""
     for rank in run.last:
         if rank.rank in evidence:
             evidence[rank.rank] = _of_rank(run, rank, evidence[rank.rank])
@@ -306,11 +300,7 @@ def add_native(
 ) -> None:
     """Add native frames to the stacks of some ranks. Each is held for a second or two.
 
-    Args:
-        evidence: The evidence of an examination, by rank.
-        ranks: The ranks to look at.
-        known: Their stacks when this was done before, by rank. A rank that has not moved since is
-            not held again.
+    A rank that has not moved since its ``known`` stack was taken is not held again.
     """
     stacked = []
     for number, each in evidence.items():
@@ -389,14 +379,7 @@ _NO_ANSWER = FlightAnswer(trouble="did not answer")
 def flights(
     run: Run, ranks: Iterable[Rank], number: int, deadline: float
 ) -> dict[int, FlightAnswer]:
-    """Wait for the ranks to write down their Flight Recorders.
-
-    Args:
-        run: A snapshot of the run.
-        ranks: The ranks of this host that live.
-        number: The number of the examination.
-        deadline: Monotonic seconds.
-    """
+    """Wait until a monotonic deadline for live ranks of this host to write Flight Recorders."""
     found: dict[int, FlightAnswer] = {}
     paths = {
         rank.rank: run.path / f"{rank_stem(rank.rank, rank.restart)}.flight.json" for rank in ranks
@@ -420,9 +403,6 @@ def around(recorded: Mapping[int, Sequence[FlightCall]]) -> dict[int, tuple[Flig
 
     A rank that skipped a call goes on as far as its device's queue reaches, for dozens of calls.
     Its newest calls may be unknown to the others.
-
-    Args:
-        recorded: All calls of each rank, in their order.
     """
     groups: dict[int, dict[tuple[str, str], list[FlightCall]]] = {}
     first: dict[tuple[str, str], int] = {}

@@ -123,11 +123,7 @@ class _Asker:
 class Head:
     """Takes the records of all nodes, and passes requests and questions on to them.
 
-    Args:
-        directory: The run directory.
-        journal_bytes: Maximum bytes of the journal of a rank.
-        preferred: The host under which the job's ranks reach this node.
-        relay: Takes the messages about debuggers.
+    The job's ranks reach this node under the ``preferred`` host.
 
     Raises:
         OSError: The run directory cannot be used.

@@ -33,12 +33,7 @@ class RefusedError(Exception):
 
 
 class Mirror:
-    """The files of all other nodes.
-
-    Args:
-        directory: The run directory of the head.
-        journal_bytes: Maximum bytes of the journal of a rank.
-    """
+    """The files of all other nodes, in the head's run directory."""
 
     def __init__(self, directory: Path, journal_bytes: int) -> None:
         self._directory = directory
@@ -47,12 +42,7 @@ class Mirror:
         self._journals: dict[str, Journal] = {}
 
     def take(self, node: int, pieces: Sequence[Piece], contents: bytes) -> None:
-        """Write what a node sent.
-
-        Args:
-            node: The node's number on this head.
-            pieces: The parts of files.
-            contents: Their bytes, one after the other.
+        """Write the parts of files that a node sent one after the other.
 
         Raises:
             RefusedError: A name, a size or an owner is wrong. All other pieces are written.

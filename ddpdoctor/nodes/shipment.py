@@ -117,11 +117,7 @@ def _segment(path: Path) -> int | None:
 
 
 class Shipment:
-    """Collects what is new in a run directory.
-
-    Args:
-        directory: The run directory of the node.
-    """
+    """Collects what is new in a node's run directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

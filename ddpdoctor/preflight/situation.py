@@ -17,9 +17,6 @@ from typing import Any, Literal, TypeVar
 
 from ddpdoctor.system.nvml import Choice, GpuFacts, choice, read_health
 
-# -- what every check is given: options, environment, machine, time left, and this node's place
-
-
 # -- time limits
 
 

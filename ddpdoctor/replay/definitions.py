@@ -18,11 +18,7 @@ _KEPT = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.
 
 
 class Definitions:
-    """What a script declares, executed when it is first needed.
-
-    Args:
-        script: Its path.
-    """
+    """What a script declares, executed when it is first needed."""
 
     def __init__(self, script: str) -> None:
         self.script = script

@@ -53,12 +53,7 @@ _MAX_GROUPS = 4  # Maximum number of groups of ranks in a sentence
 
 
 def mismatch_finding(found: Mismatch, steps: int = 0) -> Finding:
-    """Make the finding about calls that differ: DDP401 or DDP803.
-
-    Args:
-        found: The calls that differ.
-        steps: Steps that were closed before them; 0 if that is not known.
-    """
+    """Make the finding (DDP401 or DDP803) about calls that differ after so many closed steps."""
     kind, guilty = found.blame.kind, found.guilty
     if kind == "guard":
         return _guarded_finding(found.blame, guilty[0].call, found.evidence, found.others)
@@ -114,14 +109,7 @@ def _different(found: Mismatch, message: str, fix: str) -> Finding:
 def _guarded_finding(
     by: Blame, call: Call, evidence: tuple[str, ...], others: Sequence[Group] = ()
 ) -> Finding:
-    """Make the finding about a call under a condition on the rank (DDP401).
-
-    Args:
-        by: The condition on the rank, and the ranks under it.
-        call: The call that they made.
-        evidence: The calls of the ranks.
-        others: What the other ranks called at that time, if that is known.
-    """
+    """Make the finding about a call under a condition on the rank (DDP401)."""
     guard, at = by.guard, by.location
     assert guard is not None and at is not None
     condition = statement(guard.path, guard.line).partition("  #")[0].rstrip()
@@ -577,11 +565,7 @@ def _skipped_call(
 ) -> Finding:
     """Report a call that some ranks made while the others were in DDP's own all-reduce.
 
-    Args:
-        found: The calls.
-        evidence: Which rank was in which call.
-        decider: The condition that decides on the call, if known.
-        by_rank: Whether it is a condition on the rank that made the others skip the call.
+    With ``by_rank``, the deciding condition is one on the rank and made the others skip the call.
     """
     inside, elsewhere = sorted(found.inside), found.elsewhere
     call = found.inside[inside[0]]

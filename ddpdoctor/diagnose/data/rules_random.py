@@ -237,13 +237,7 @@ def _seed_line(run: Run, found: _Alike) -> tuple[Location | None, tuple[str, ...
 
 
 def _fits(seed: Seed, found: _Alike, in_worker: bool) -> int:
-    """Return how well a seed explains the equal numbers. 0 if it does not.
-
-    Args:
-        seed: The seed.
-        found: What was found.
-        in_worker: The seed is set in a loader's ``worker_init_fn``.
-    """
+    """Return how well a seed, perhaps of a ``worker_init_fn``, explains equal numbers; 0 if not."""
     if not found.library:
         return 3 if seed.own else int(not in_worker)
     if in_worker:

@@ -91,12 +91,7 @@ def guilty(run: Run) -> frozenset[int]:
 
 
 def diagnose(still: HangSnapshot, mismatched: bool) -> list[Finding]:
-    """Judge an examination.
-
-    Args:
-        still: The examination.
-        mismatched: The rings show different collectives, so that another finding names the cause.
-    """
+    """Judge an examination. If the rings are ``mismatched``, another finding names the cause."""
     lines = ras_evidence(still.record.ras, still.world_size)
     found = [
         replace(each, evidence=(*each.evidence, *lines)) for each in _explained(still, mismatched)

@@ -212,10 +212,6 @@ def _first_byte(path: str, links: bool) -> bytes:
 def load_file(path: str, links: bool) -> JsonObject:
     """Load a dump, which is a pickle or JSON.
 
-    Args:
-        path: The file.
-        links: It may be a link.
-
     Raises:
         OSError: It cannot be opened, or is too large.
         ValueError: It is neither, or takes too much memory.
@@ -300,10 +296,7 @@ class _Dump:
 
 
 def read(names: Sequence[str]) -> Dumps:
-    """Read the files of a job.
-
-    Args:
-        names: Directories with such files, or the files.
+    """Read the files of a job, given by their names or their directories.
 
     Raises:
         DoctorError: There are none.

@@ -50,12 +50,7 @@ _NO_ACTIVITY = ProcessActivity()
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank of a job that makes no progress.
-
-    Attributes:
-        evidence: The recorded evidence.
-        taken: Its time in Unix nanoseconds.
-    """
+    """One rank of a job that makes no progress, at a time in Unix nanoseconds."""
 
     evidence: RankEvidence
     taken: int
@@ -297,13 +292,9 @@ class HangSnapshot:
     """A job that makes no progress: the input of the diagnosis of a hang.
 
     Attributes:
-        record: The examination.
-        ranks: The state of each rank.
         world_size: The ranks of the job, on all nodes.
         manifest: The run's manifest, with the command of the job.
         store: A store that ranks wait for and that none of them opens.
-        stderr: The end of the job's stderr.
-        nodes: The nodes of the job.
     """
 
     record: HangRecord

@@ -265,14 +265,10 @@ def lasts(rank: RankState) -> bool:
 
 
 def with_steadiness(now: RankState, before: RankState | None) -> RankEvidence:
-    """Return the evidence about a rank with ``steady`` and ``steadied``.
+    """Return a rank's evidence with ``steady`` and ``steadied``, given its previous examination.
 
     An examination counts if the rank has been silent for longer by half since the last one that
     did. Time in which it had no core does not count as silence.
-
-    Args:
-        now: The rank.
-        before: The same rank in the previous examination.
     """
     got = now.seconds - now.evidence.lost
     first = replace(now.evidence, steady=1, steadied=got)

@@ -351,8 +351,7 @@ class Averaged(NamedTuple):
 def ratio_reduced(chain: Sequence[Location]) -> Averaged | None:
     """Return the reduced ratio. None if counts or sums are reduced, or if unknown.
 
-    Args:
-        chain: The call's line and those that led to it, innermost first.
+    ``chain`` is the call's line and those that led to it, innermost first.
     """
     calls = _calls_at(chain[0]) if chain else ()
     call = next((each for each in calls if last_name(each.func) in ("all_reduce", "reduce")), None)

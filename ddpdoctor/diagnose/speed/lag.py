@@ -160,7 +160,7 @@ def lag_of(
     few: bool = False,
     stretches: bool = False,
 ) -> Lag | None:
-    """Return a rank's lag behind the others. None without one.
+    """Return a rank's lag behind the others in common steps. None without one.
 
     Args:
         rank: The rank.
@@ -294,10 +294,7 @@ SPREAD = 0.6  # Maximum ratio of steps that are named
 def lags(run: Run, enough: int = ENOUGH, few: int = FEW) -> Iterator[Lag]:
     """Yield the ranks of the last attempt that hold up others with the same work.
 
-    Args:
-        run: The run.
-        enough: Steps after the warm-up that a verdict needs.
-        few: Steps, including warm-up, that are enough for a large surplus.
+    A verdict needs ``enough`` steps after the warm-up; ``few`` with it show a large surplus.
     """
     for ranks in alike(run):
         yield from _lags(run, ranks, enough, few)
@@ -461,14 +458,7 @@ def _inferred(run: Run, ranks: Sequence[Rank]) -> dict[int, Steps]:
 def _by_stretches(
     ranks: Sequence[Rank], usable: Mapping[int, Steps], enough: int, *, gpu: bool
 ) -> Iterator[Lag]:
-    """Yield the ranks that hold others up only in some steps, which medians do not show.
-
-    Args:
-        ranks: The ranks.
-        usable: Their steps.
-        enough: Steps that a verdict needs.
-        gpu: Whether they were timed on GPUs.
-    """
+    """Yield the ranks that hold others up only in some steps, which medians do not show."""
     common, part = _common(usable), min(enough / ENOUGH, 1.0)
     if len(common) < enough:
         return
@@ -562,12 +552,9 @@ def mean_step(steps: Sequence[StepRecord], between: bool = True) -> StepRecord:
 
 
 def rhythm(numbers: Sequence[int], surplus: Sequence[float], firsts: set[int]) -> Rhythm:
-    """Find the steps that have a surplus.
+    """Find the steps in which a rank's own time exceeds the others' by its surplus.
 
-    Args:
-        numbers: The steps.
-        surplus: A rank's own time in each beyond that of the others.
-        firsts: The first steps of passes.
+    ``firsts`` are the first steps of passes.
     """
     rest = MOSTLY * sum(each for each in surplus if each > 0)
     found: list[int] = []

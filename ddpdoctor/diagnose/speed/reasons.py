@@ -249,16 +249,7 @@ def asked_lately(run: Run) -> bool:
 
 
 def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
-    """Explain why a rank holds the others up.
-
-    Args:
-        run: The run.
-        lag: The rank.
-        usual: Ranks that hold no others up.
-
-    Returns:
-        None if it may be only a crowded machine.
-    """
+    """Explain why a rank holds the ``usual`` ones up. None if it may be only a crowded machine."""
     mine, others, place = _sampled(run, lag, usual)
     if (lag.few and place is None) or _may_be_sharing(run, lag):
         return None

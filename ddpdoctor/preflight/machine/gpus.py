@@ -41,12 +41,6 @@ from ddpdoctor.preflight.situation import (
 from ddpdoctor.system.nvml import GpuFacts, Health, hides_all
 from ddpdoctor.system.proc import Listed, named
 
-# -- whether the GPUs that the job will use are free, alike and healthy
-
-
-# -- which GPUs the job would use, whether each rank has one, and who else holds their memory
-
-
 # -- the GPUs of the job
 
 
@@ -319,9 +313,6 @@ def _known(proc: Path, pid: int) -> Listed | None:
     return None
 
 
-# -- whether the NVIDIA driver responds for every GPU, and whether the GPUs have faults
-
-
 # -- the driver
 
 
@@ -581,9 +572,6 @@ def _parsed(records: Iterable[str], uptime: float) -> Iterator[Xid]:
         stamp = record.partition(";")[0].split(",")
         if match and len(stamp) > 2 and stamp[2].isdigit():
             yield Xid(match[1], whole(match[2]), max(0.0, uptime - whole(stamp[2]) / 1e6))
-
-
-# -- whether the GPUs reach each other at full speed: PCIe, NVLink, peer-to-peer access, ACS
 
 
 # -- PCIe, NVLink and peer-to-peer access

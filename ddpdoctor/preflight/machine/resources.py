@@ -44,9 +44,6 @@ from ddpdoctor.preflight.situation import (
 )
 from ddpdoctor.system.proc import Listed, listed, listening, named, sockets
 
-# -- whether the ranks get enough of this machine: cores, memory, limits, and room for files
-
-
 # -- cores
 
 

@@ -69,9 +69,6 @@ from ddpdoctor.preflight.situation import (
 )
 from ddpdoctor.run.records.base import as_json
 
-# -- what a node reports about itself, and what it does for the coordinator until the end
-
-
 # -- what the links of this machine are built for
 
 
@@ -572,13 +569,11 @@ class Meeting:
     """The result of a meeting. The report is the same on every node.
 
     Attributes:
-        place: This node's place in the job.
         own: The index of this node in ``nodes``; -1 if it is not among them.
         problem: Why this node did not meet the others; None if it did.
         holder: Whether this node should coordinate, and cannot listen.
         foreign: The endpoint's addresses, if this is node rank 0 and they are not its own.
         own_endpoint: Whether the endpoint is this machine, and it is not node rank 0.
-        report: The coordinator's report.
         took: The seconds of each stage so far, if there was no time for all of them.
     """
 

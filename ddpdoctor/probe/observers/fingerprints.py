@@ -63,10 +63,7 @@ LARGEST_NORM = 3.4e38  # larger norms are written as infinite, as in single prec
 class ModuleHashes:
     """The hashes of one module, which a device computes. Create it with gradients off.
 
-    Args:
-        number: The module's number.
-        parameters: Those that DDP keeps equal.
-        rich: Whether to hash gradients, too, and to give each tensor its own hash and norm.
+    A ``rich`` one hashes gradients, too, and gives each tensor its own hash and norm.
     """
 
     def __init__(self, number: int, parameters: list[Any], rich: bool) -> None:
@@ -158,11 +155,7 @@ NAMED_CHANGED = 8  # maximum number of parameters that a record names; it counts
 
 
 class Versions:
-    """The version counters and addresses of parameters after a step.
-
-    Args:
-        step: The step's number, or -1 before the first one.
-    """
+    """The version counters and addresses of parameters after a step; -1 before the first one."""
 
     def __init__(self, step: int = -1) -> None:
         self._step = step

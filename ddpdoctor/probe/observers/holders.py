@@ -77,11 +77,9 @@ class Place(NamedTuple):
 
 
 class Look:
-    """One look at what a rank holds.
+    """One look at what a rank holds, from the innermost frame of the training thread that counts.
 
-    Args:
-        frame: The innermost frame of the training thread that counts.
-        earlier: The sizes of the former look. Only what has grown since is described.
+    Only what has grown since the ``earlier`` look is described.
     """
 
     def __init__(self, frame: FrameType | None, earlier: dict[Place, Noted] | None = None) -> None:

@@ -208,12 +208,7 @@ class Readback:
 
 
 class Elements:
-    """Some elements of one tensor, evenly spaced. Made with gradients off.
-
-    Args:
-        tensor: A `hashable` tensor.
-        most: Maximum number of elements.
-    """
+    """At most so many evenly spaced elements of a `hashable` tensor. Made with gradients off."""
 
     def __init__(self, tensor: Any, most: int = MAX_ELEMENTS) -> None:
         torch: Any = sys.modules["torch"]

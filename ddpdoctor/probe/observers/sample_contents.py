@@ -76,12 +76,9 @@ def leaves(data: Any, depth: int = 2) -> list[Any]:
 
 
 def sample_hashes(data: Any, places: list[int], size: int | None) -> Hashes | None:
-    """Return a function that hashes the samples at ``places``, or None if there are none.
+    """Return a function that hashes a batch's samples at ``places``, or None if there are none.
 
-    Args:
-        data: The batch.
-        places: Positions in the batch.
-        size: The number of samples. None if the batch is a single sample.
+    ``size`` is the number of samples. It is None if the batch is a single sample.
     """
     copies = [
         copy

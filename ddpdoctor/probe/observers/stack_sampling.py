@@ -49,12 +49,7 @@ _Sample = tuple[tuple[_Line, ...], CodeType, str, int]
 
 
 class Sampler:
-    """Take one profile of the training thread.
-
-    Args:
-        state: The rank.
-        number: The number of the supervisor's request.
-    """
+    """Take one profile of the training thread, in response to the supervisor's request."""
 
     def __init__(self, state: RankState, number: int) -> None:
         self._state = state

@@ -179,13 +179,10 @@ def with_snapshot(facts: AllocatorFacts, found: Any) -> AllocatorFacts:
 
 
 class AllocationSites:
-    """Find the lines whose allocations are not freed, by torch's memory history (2.1 to 2.15).
+    """Find lines whose GPU allocations are not freed, by torch's memory history (2.1 to 2.15).
 
     While torch records, it stores the Python stack of each allocation, which takes 10 to 20 us.
     Nothing is known if the job records allocations itself, or if torch cannot.
-
-    Args:
-        device: The GPU.
     """
 
     def __init__(self, device: Any) -> None:

@@ -33,9 +33,7 @@ _SPEAKING = {
 def summary(value: Any, depth: int = 2) -> str:
     """Return a line about a value, of `MAX_TEXT` characters at most.
 
-    Args:
-        value: The value.
-        depth: Levels of nested collections whose elements are part of the line.
+    Elements of collections nested ``depth`` levels deep are part of the line.
     """
     try:
         text = _text(value, depth)
