@@ -252,7 +252,8 @@ def node_versions(meeting: Meeting) -> Outcome:
     What it finds
         Different torch or NCCL versions (errors; a warning if torch differs only in its last
         number), different NVIDIA drivers or Python minor versions (warnings), and NCCL variables
-        that are not the same on every node (warning), except those that name devices or files.
+        that are not the same on every node (warning), except those that name devices or files. In a
+        run also other CUDA versions and gloo variables. Other models or numbers of GPUs are infos.
 
     Why it is bad
         Different NCCL versions fail with "unhandled system error" or hang. Different torch versions
@@ -368,7 +369,7 @@ def same_code(meeting: Meeting) -> Outcome:
     What it finds
         If a script is given (`ddpdoctor check ... -- train.py`): a script that differs between
         nodes or is missing on one, a different commit of its git repository, or different
-        uncommitted changes in tracked files.
+        uncommitted changes in tracked files. In a run also Python files beside the script.
 
     Why it is bad
         Ranks that run different code call different collectives. The job hangs, or it trains and
