@@ -34,7 +34,7 @@ class RankState:
         self._known: set[object] = set()
 
     def add(self, record: Record, most: int, once: object = None) -> bool:
-        """Queue a record. Return False after ``most`` of its kind, or another on subject ``once``."""
+        """Queue a record. Return False after ``most`` of its kind, or another on one subject."""
         if not self.may_add(type(record), most, once):
             return False
         self.recorder.add(record)
