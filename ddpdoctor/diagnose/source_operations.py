@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.rank_conditions import rank_guard, ranks_at
 from ddpdoctor.diagnose.source_files import (
     FUNCTIONS,
     covers,
@@ -23,8 +24,6 @@ from ddpdoctor.diagnose.source_files import (
     nodes_of,
     per_file,
     quoted,
-    rank_guard,
-    ranks_at,
     source_of,
     tree_of,
     walk_scope,

@@ -8,16 +8,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.rank_conditions import Words, words_of
 from ddpdoctor.diagnose.source_files import (
     FUNCTIONS,
-    Words,
     files_of,
     last_name,
     nodes_of,
     per_file,
     source_of,
     tree_of,
-    words_of,
 )
 from ddpdoctor.run.snapshot import Run
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.rank_conditions import names_rank
 from ddpdoctor.diagnose.source_files import (
     FUNCTIONS,
     files_of,
     last_name,
-    names_rank,
     nodes_of,
     source_of,
     statement,
