@@ -20,6 +20,7 @@ from ddpdoctor.preflight.nodes import agreement
 from ddpdoctor.preflight.nodes.reductions import Blame, blame
 from ddpdoctor.preflight.protocol import pairs, wire
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, listen
+from ddpdoctor.preflight.protocol.facts import gather_facts
 from ddpdoctor.preflight.protocol.joining import (
     CallError,
     Goal,
@@ -28,7 +29,7 @@ from ddpdoctor.preflight.protocol.joining import (
     join,
     side_doors,
 )
-from ddpdoctor.preflight.protocol.meet import Meeting, Worker, gather_facts, meet_or_fail
+from ddpdoctor.preflight.protocol.meet import Meeting, Worker, meet_or_fail
 from ddpdoctor.preflight.protocol.messages import (
     Caller,
     Facts,
