@@ -21,7 +21,7 @@ from ddpdoctor.nodes import store
 from ddpdoctor.nodes.alignment import dumped, parsed
 from ddpdoctor.nodes.answers import Answers
 from ddpdoctor.nodes.debug_relay import DebugRelay
-from ddpdoctor.nodes.head import SILENT, Head, Invitation, invitation_line
+from ddpdoctor.nodes.head import SILENT_TIMEOUT, Head, Invitation, invitation_line
 from ddpdoctor.nodes.member import Member
 from ddpdoctor.nodes.messages import Began
 from ddpdoctor.run.journal import Journal
@@ -112,7 +112,7 @@ class Exchange:
                     passed = time.monotonic() - began
                     # If the job failed, a lost node may be the reason.
                     if passed > LEAVE_TIMEOUT and (
-                        status == 0 or passed > SILENT or not self._head.doubts
+                        status == 0 or passed > SILENT_TIMEOUT or not self._head.doubts
                     ):
                         break
                     self.turn(0.05)

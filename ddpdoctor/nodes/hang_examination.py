@@ -39,10 +39,10 @@ from ddpdoctor.system import process_activity
 from ddpdoctor.system.proc import pause
 from ddpdoctor.system.process_activity import Turns, read_turns
 
-BETWEEN = 1.0  # Seconds over which CPU time and bytes are compared
+COMPARED_SECONDS = 1.0  # Seconds over which CPU time and bytes are compared
 
 STACKS_TIMEOUT = 3.0
-"""Seconds to wait for stacks, and then, after `BETWEEN`, for the Flight Recorders' answers."""
+"""Seconds to wait for stacks, and, `COMPARED_SECONDS` later, for the Flight Recorders' answers."""
 
 MAX_CALLS = 24  # Collectives of a ring that are kept
 
@@ -93,7 +93,7 @@ def examine(
     found = {rank.rank: _of_rank(run, rank) for rank in run.last}
     # Ranks that answered late for want of a core are given as much time again.
     least = time.monotonic() - STACKS_TIMEOUT / 2
-    deadline = max(looked.began + BETWEEN, least) + STACKS_TIMEOUT
+    deadline = max(looked.began + COMPARED_SECONDS, least) + STACKS_TIMEOUT
     asked = [rank for rank in local if rank.exit is None]
     answers = flights(run, asked, number, deadline)
     kept = around({each: answers[each].entries or () for each in answers})
@@ -135,7 +135,7 @@ def of_other_nodes(run: Run, number: int) -> Callable[[], dict[int, RankEvidence
 
     def ask() -> None:
         # A node needs the same time as this one, and the link some more.
-        seconds = BETWEEN + 3 * STACKS_TIMEOUT
+        seconds = COMPARED_SECONDS + 3 * STACKS_TIMEOUT
         for answer in asking.ask(run.path, "examine", {"number": number}, seconds):
             for each in answer.found if isinstance(answer.found, list) else ():
                 if isinstance(each, dict):
@@ -214,7 +214,7 @@ def _look(
         if each.state.letter:
             # A process that is not yet a rank. On another host the same pid is another process.
             samples.setdefault(each.rank, process_activity.sample(each.pid))
-    pause(max(0.0, began + BETWEEN - time.monotonic()))
+    pause(max(0.0, began + COMPARED_SECONDS - time.monotonic()))
     # A rank that did not answer a moment ago would cost the timeout once more.
     answered = [rank for rank, each in stacks.items() if each.threads and not each.note]
     suspects = [rank for rank in answered if rank not in waiting and not stacks[rank].gil_held]
@@ -368,7 +368,7 @@ def _shortened(stacks: RankStacks, threads: int = MAX_THREADS) -> RankStacks:
 
 # -- Flight Recorders
 
-BEFORE, AFTER = 24, 8
+CALLS_BEFORE, CALLS_AFTER = 24, 8
 """Calls of a group that are kept before and after the first one that some rank has not done."""
 
 NEWEST_ENTRIES = 24  # Calls of a group that are kept in any case
@@ -430,5 +430,5 @@ def _kept(calls: list[FlightCall], first: int | None) -> list[FlightCall]:
     older, newest = calls[:-NEWEST_ENTRIES], calls[-NEWEST_ENTRIES:]
     if first is None:
         return newest
-    wanted = range(first - BEFORE, first + AFTER)
+    wanted = range(first - CALLS_BEFORE, first + CALLS_AFTER)
     return [*(each for each in older if each.sequence in wanted), *newest]

@@ -49,7 +49,7 @@ SHIP_EVERY = 1.0  # Seconds between two messages with files
 PING_EVERY = 1.0
 FIRST_PINGS = 8  # Pings in quick succession, after which the clock is known
 MAX_PENDING = 4  # Messages with files that the head has not taken yet
-LOST = 15.0  # Seconds without a message after which the head is lost
+LOST_TIMEOUT = 15.0  # Seconds without a message after which the head is lost
 CONNECT_TIMEOUT = 1.5  # Seconds to try one address of the head
 WELCOME_TIMEOUT = 20.0  # Seconds for the head to accept a connection
 MAX_QUESTIONS = 8  # Questions that are answered at a time
@@ -260,7 +260,7 @@ class Member:
         if self.head is None and now - self._since > WELCOME_TIMEOUT:
             self._connect()
             return
-        if self.head is not None and now - self._heard > LOST:
+        if self.head is not None and now - self._heard > LOST_TIMEOUT:
             self.head = None
             self._relay.gone(HEAD, "")
             self._tried = deque(self.invitation.addresses if self.invitation else ())

@@ -25,7 +25,7 @@ KEPT: dict[Any, Any] = {}
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a look take its time: a busy core would end it before it has seen all."""
-    monkeypatch.setattr(holders, "LONGEST", 60_000_000_000)
+    monkeypatch.setattr(holders, "MAX_LOOK_NS", 60_000_000_000)
 
 
 @functools.lru_cache(maxsize=None)  # noqa: UP033 (as people write it)
@@ -201,7 +201,7 @@ def test_variables_that_the_job_has_asked_for_stay() -> None:
 
 
 def test_a_look_takes_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "LONGEST", 0)
+    monkeypatch.setattr(holders, "MAX_LOOK_NS", 0)
     look = Look(sys._getframe())
     assert not look.complete
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from statistics import median
 
-from ddpdoctor.diagnose.speed.pace import NOTICEABLE
+from ddpdoctor.diagnose.speed.pace import MIN_WAIT_NS
 from ddpdoctor.run import code_version
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import PHASES
@@ -129,7 +129,7 @@ def _ranks(
     """Return the ranks whose own time changed notably, and the phase of each that changed most."""
     both = sorted(old.keys() & new.keys())
     changes = [Change(str(rank), old[rank].own, new[rank].own) for rank in both]
-    least = max(NOTABLE * (_total(old) or 0.0), NOTICEABLE)
+    least = max(NOTABLE * (_total(old) or 0.0), MIN_WAIT_NS)
     notable = [each for each in changes if abs(each.difference) >= least]
     notable.sort(key=lambda each: -abs(each.difference))
     slowest: dict[str, str] = {}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 WARM_UP = 10  # Warm-up steps, which do not show the steady state
 ENOUGH = 20  # Minimum number of steps after the warm-up
-SLOWER = 0.15  # Minimum surplus of a straggler, relative to the median step
-BORNE_OUT = 0.5  # Minimum ratio of the surplus that the others wait
-UNEVEN = 2.0
+MIN_SURPLUS = 0.15  # Minimum surplus of a straggler, relative to the median step
+MIN_WAITED = 0.5  # Minimum ratio of the surplus that the others wait
+MIN_STAGE_FACTOR = 2.0
 """Minimum factor of a slow stage of a pipeline. Layers cannot be cut: with few layers, the best cut
 may give one stage 1.7 times the work."""
 DATA_SHARE = 0.20  # Minimum data wait of a data-bound rank, relative to the step
-NOTICEABLE = 1_000_000  # Minimum reported wait in a step, in nanoseconds
+MIN_WAIT_NS = 1_000_000  # Minimum reported wait in a step, in nanoseconds
 
 PHASE_NAMES = {
     "data": "data loading",
@@ -36,4 +36,4 @@ def stands_out(gap: float, total: float, relief: float) -> bool:
 
     All are nanoseconds a step. ``relief`` is how much longer the others wait than this rank.
     """
-    return gap >= max(SLOWER * total, NOTICEABLE) and relief >= BORNE_OUT * gap
+    return gap >= max(MIN_SURPLUS * total, MIN_WAIT_NS) and relief >= MIN_WAITED * gap

@@ -405,7 +405,7 @@ def _driver_findings(situation: Situation, facts: GpuFacts, on_bus: int) -> Iter
 # -- faults: memory errors, overheating, errors that the driver logged
 
 
-RECENT = 24 * 3600.0
+MAX_LOG_AGE = 24 * 3600.0
 """Seconds for which the driver's log counts. Older errors were most likely dealt with."""
 
 _HOT = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown",
@@ -517,7 +517,7 @@ def _logged(gpus: Iterable[Health], log: Iterable[Xid]) -> list[Finding]:
     by_bus = {_short(gpu.device.bus_id): gpu.device.index for gpu in gpus}
     for xid in log:
         index = by_bus.get(_short(xid.bus_id))
-        if index is None or xid.number not in _HARDWARE or xid.age > RECENT:
+        if index is None or xid.number not in _HARDWARE or xid.age > MAX_LOG_AGE:
             continue
         found[index, xid.number] = warning(
             f"GPU {index} logged {_HARDWARE[xid.number]} (XID {xid.number}) {age(xid.age)} ago",
@@ -575,7 +575,7 @@ def _parsed(records: Iterable[str], uptime: float) -> Iterator[Xid]:
 # -- PCIe, NVLink and peer-to-peer access
 
 
-FEW = 4  # No board is designed with so many times fewer lanes than possible
+MIN_LANES_FACTOR = 4  # No board is designed with so many times fewer lanes than possible
 
 
 @check("gpu-links", "DDP024")
@@ -634,7 +634,7 @@ def _pcie(gpu: Health, peers: Sequence[Health]) -> Iterator[Finding]:
     if gpu.width and gpu.width_most and gpu.width < gpu.width_most:
         what = f"has {gpu.width} of {gpu.width_most} PCIe lanes"
         widest = max(other.width or 0 for other in peers)
-        if gpu.width >= widest and gpu.width * FEW > gpu.width_most:
+        if gpu.width >= widest and gpu.width * MIN_LANES_FACTOR > gpu.width_most:
             yield note(
                 f"GPU {index} {what}, as on boards whose slots share them",
                 fix="Nothing, if the slot has no more; else reseat the card or its riser.",

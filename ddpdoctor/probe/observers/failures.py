@@ -282,8 +282,8 @@ _MESSAGE = 4_000
 _LINE = 1_500
 _TRACEBACK = 60_000
 
-_SAME = 1_000_000_000  # nanoseconds within which an equal id means the same exception
-_FRESH = 60_000_000_000  # maximum nanoseconds from a printed exception to the exit that it explains
+_MAX_SAME_NS = 1_000_000_000  # nanoseconds within which an equal id means the same exception
+_MAX_UNTIL_EXIT_NS = 60_000_000_000  # from a printed exception to the exit that it explains
 _NO_FAILURE = ("SystemExit", "GeneratorExit", "Exit", "Abort")
 """Exceptions by which a script, or click, exits on purpose."""
 
@@ -427,7 +427,7 @@ def printed(*args: Any, **kwargs: Any) -> None:
         return
     if os.getpid() != owner and rank.current() is None:
         return
-    if _shown is None or _shown[0] != id(error) or time.time_ns() - _shown[1].time > _SAME:
+    if _shown is None or _shown[0] != id(error) or time.time_ns() - _shown[1].time > _MAX_SAME_NS:
         _shown = id(error), _placed(_in_words(error), error)
 
 
@@ -461,7 +461,7 @@ def behind() -> ErrorRecord | None:
     error = sys.exc_info()[1]
     if error is not None and _is_failure(error):
         return _placed(describe(error), error)
-    if _shown is None or time.time_ns() - _shown[1].time > _FRESH:
+    if _shown is None or time.time_ns() - _shown[1].time > _MAX_UNTIL_EXIT_NS:
         return None
     return _shown[1] if rank.current() is None else _shown_in_step()
 

@@ -29,9 +29,9 @@ from ddpdoctor.probe.runtime.evaluation import locals_of
 from ddpdoctor.run.records.base import CodeFrame
 from ddpdoctor.run.records.memory import Holder
 
-LONGEST = 8_000_000  # maximum CPU time of a look, in nanoseconds
-DEEPEST = 9  # maximum number of references from a frame or module to a noted object
-WIDEST = 256  # maximum number of elements followed in a container, newest first
+MAX_LOOK_NS = 8_000_000  # maximum CPU time of a look, in nanoseconds
+MAX_DEPTH = 9  # maximum number of references from a frame or module to a noted object
+MAX_FOLLOWED = 256  # maximum number of elements followed in a container, newest first
 MAX_FRAMES = 64
 MAX_MODULES = 128  # modules of the user
 MIN_ELEMENTS, MIN_BYTES = 2, 1 << 14  # of what is noted
@@ -101,7 +101,7 @@ class Look:
             mine = [each for each in frames if user_file(each.f_code.co_filename)]
             self._frames(mine)
             self._modules(mine)
-            self._until = time.thread_time_ns() + LONGEST
+            self._until = time.thread_time_ns() + MAX_LOOK_NS
             self._walk()
             # Trainers of libraries lead to many objects that are not the job's.
             self._frames([each for each in frames if each not in mine])
@@ -177,7 +177,7 @@ class Look:
             depths.append(depth)
             if value is not None and id(value) not in self._seen:
                 self._seen.add(id(value))
-                self._visit(at, value, depth < DEEPEST)
+                self._visit(at, value, depth < MAX_DEPTH)
             at += 1
 
     def _visit(self, at: int, value: Any, deeper: bool) -> None:
@@ -208,16 +208,16 @@ class Look:
             return
         if issubclass(kind, dict):
             pairs = dict.items(value)
-            chosen = list(pairs) if size <= WIDEST else [next(iter(reversed(pairs)))]
+            chosen = list(pairs) if size <= MAX_FOLLOWED else [next(iter(reversed(pairs)))]
             for key, each in chosen:
                 self._add(at, _label(key), each)
         elif issubclass(kind, (set, frozenset)):
-            if size <= WIDEST:
+            if size <= MAX_FOLLOWED:
                 for each in tuple(value) if kind in (set, frozenset) else ():
                     self._add(at, "[]", each)
         else:
             base = _base_of(kind)
-            if size <= WIDEST:
+            if size <= MAX_FOLLOWED:
                 for number, each in enumerate(list(base.__iter__(value))):
                     self._add(at, number, each)
             else:

@@ -40,13 +40,13 @@ from ddpdoctor.run.records.memory import (
 
 READINGS = 48  # readings while the number of steps grows by a factor of 2.7
 JUDGED_EVERY = 4  # number of readings between two judgements
-SUSPECT = 24 << 20  # minimum growth in bytes that starts a series of looks
+MIN_SUSPECT_GROWTH = 24 << 20  # minimum growth in bytes that starts a series of looks
 MAX_POINTS = 4096  # maximum number of readings; then every second one is dropped
 
-LOOKS = (0, 2, 4, 8, 16)  # steps from a suspicion or a look to the next look
+LOOK_INTERVALS = (0, 2, 4, 8, 16)  # steps from a suspicion or a look to the next look
 MAX_SITES = 3  # lines that are recorded
-SITES_UNTIL = 4  # looks during which torch records allocations
-WRITTEN_AFTER = 2  # minimum number of looks for a record if the rank ends early
+MAX_SITE_LOOKS = 4  # looks during which torch records allocations
+MIN_LOOKS = 2  # minimum number of looks for a record if the rank ends early
 MAX_SERIES = 3  # a later series requires twice the memory, and no earlier result
 
 
@@ -202,7 +202,7 @@ class Looks:
     def __init__(self, state: RankState) -> None:
         self._state = state
         self._series = 0
-        self._least = SUSPECT
+        self._least = MIN_SUSPECT_GROWTH
         self._sizes: dict[holders.Place, holders.Noted] | None = None
         self._grown: dict[holders.Place, Holder] = {}
         self._count = 0
@@ -235,7 +235,7 @@ class Looks:
             self._next()
 
     def _next(self) -> None:
-        ahead = 1 if self._soon else max(LOOKS[self._count], 1)
+        ahead = 1 if self._soon else max(LOOK_INTERVALS[self._count], 1)
         events.before_step(self._state.tracker.steps + ahead, self._look)
 
     def _look(self) -> None:
@@ -253,10 +253,10 @@ class Looks:
         self._cost += cost
         # A suspicion has an extra allowance, so that other diagnoses keep their budget.
         budget.grant(cost)
-        self._fresh = self._count >= WRITTEN_AFTER
-        if self._count < len(LOOKS):
+        self._fresh = self._count >= MIN_LOOKS
+        if self._count < len(LOOK_INTERVALS):
             self._next()
-            if self._count > WRITTEN_AFTER:
+            if self._count > MIN_LOOKS:
                 self.write()
             return
         self.write()
@@ -275,7 +275,7 @@ class Looks:
         lines = {each.line for each in self._allocated}
         kept = [each for each in found if not lines or each.line in lines]
         self._allocated = tuple(kept)
-        if self._count == SITES_UNTIL:
+        if self._count == MAX_SITE_LOOKS:
             self._sites.end()
             self._sites = None
 

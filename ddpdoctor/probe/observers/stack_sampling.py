@@ -32,12 +32,12 @@ from ddpdoctor.run.records.base import CodeFrame
 from ddpdoctor.run.records.training import ProfileRecord, SampledStack
 
 SAMPLES = 48  # of a profile
-QUICKEST, SLOWEST = 0.03, 1.0  # limits of the mean time between samples, in seconds
-SPAN = 6  # steps that a profile should span
-ATTEMPTS = 3  # maximum number of series until a step ends during one
-PAUSE = 60.0  # seconds that sampling waits for the end of a step, such as between two epochs
+MIN_INTERVAL, MAX_INTERVAL = 0.03, 1.0  # limits of the mean time between samples, in seconds
+SPANNED_STEPS = 6  # steps that a profile should span
+MAX_ATTEMPTS = 3  # maximum number of series until a step ends during one
+STEP_TIMEOUT = 60.0  # seconds that sampling waits for the end of a step, such as between two epochs
 MAX_FRAMES = 32  # maximum number of the user's innermost frames in a sample
-DEEPEST = 400  # maximum number of frames walked
+MAX_WALKED_FRAMES = 400  # maximum number of frames walked
 MAX_CHILDREN = 64  # maximum number of child processes measured
 _GOLDEN = 0.6180339887498949
 
@@ -71,17 +71,17 @@ class Sampler:
 
     def run(self) -> None:
         """Take and record the samples in a separate thread."""
-        interval = SPAN * self._state.tracker.last_total / 1e9 / SAMPLES
-        interval = min(max(interval, QUICKEST), SLOWEST)
+        interval = SPANNED_STEPS * self._state.tracker.last_total / 1e9 / SAMPLES
+        interval = min(max(interval, MIN_INTERVAL), MAX_INTERVAL)
         status = -1
         with contextlib.suppress(OSError):
             status = os.open(f"{self._task}/stat", os.O_RDONLY | os.O_CLOEXEC)
         gc.callbacks.append(self._collects)
         try:
-            for _ in range(ATTEMPTS):
+            for _ in range(MAX_ATTEMPTS):
                 # Wait for the end of a step, since samples of a pause do not explain the steps.
                 tracker = self._state.tracker
-                steps, until = tracker.steps, time.monotonic() + PAUSE
+                steps, until = tracker.steps, time.monotonic() + STEP_TIMEOUT
                 while tracker.steps == steps and time.monotonic() < until:
                     if self._stop.wait(interval):
                         break
@@ -124,7 +124,7 @@ class Sampler:
         phase = self._state.tracker.phase
         found: list[_Line] = []
         known = self._known
-        for _ in range(DEEPEST):
+        for _ in range(MAX_WALKED_FRAMES):
             if frame is None or len(found) >= MAX_FRAMES:
                 break
             code = frame.f_code
