@@ -138,10 +138,7 @@ def _is_condition(value: ast.expr) -> bool:
 
 
 def discerns(test: ast.expr, words: Words) -> bool:
-    """Return whether a condition visibly differs between ranks.
-
-    ``rank is not None`` and ``local_rank != -1`` do not.
-    """
+    """Return whether a condition, unlike ``rank is not None``, visibly differs between ranks."""
     if not any(_about_rank(node, words) for node in _without_len(test)):
         return False
     values = [_value(test, rank, words) for rank in _TRIED_RANKS]

@@ -323,10 +323,7 @@ class Member:
     # -- the end
 
     def finish(self, status: int | None, seconds: float) -> None:
-        """Send what is left, since the job's command has ended on this node.
-
-        A head that does not take it in time is lost.
-        """
+        """Send what is left once the job's command has ended, unless the head takes too long."""
         deadline = time.monotonic() + seconds
         self._shipment.ended = True
         self._shipment.hurry()

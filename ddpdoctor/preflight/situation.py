@@ -53,10 +53,7 @@ class Deadline:
 
 @contextlib.contextmanager
 def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Kill a process and everything it started when the block ends.
-
-    Start it with ``start_new_session=True``.
-    """
+    """Kill a process, started as a new session, and all it started when the block ends."""
     try:
         yield
     finally:

@@ -493,10 +493,7 @@ def _groups(kinds: Iterable[list[int]], calls: Mapping[int, Call]) -> tuple[Grou
 
 
 def rings(run: Run) -> dict[int, tuple[Collective, ...]]:
-    """Return the newest collectives that each rank of the last attempt called from Python.
-
-    Skip ranks that may not have recorded all of theirs.
-    """
+    """Return the newest Python collectives of each rank that has recorded all of its own."""
     return {
         rank.rank: rank.ring.collectives
         for rank in run.last
@@ -526,10 +523,7 @@ def ring_mismatch(run: Run) -> Mismatch | None:
 
 
 def is_up_to_date(run: Run, rank: Rank) -> bool:
-    """Return whether a rank's ring has all calls so far.
-
-    Other nodes send rings every few seconds, and when ranks end or are examined.
-    """
+    """Return whether a rank's ring has all calls so far. Other nodes send rings at times."""
     ended = rank.exit is not None or rank.records.first(ErrorRecord) is not None
     return not rank.elsewhere or ended or run.exit_status is not None or run.hang is not None
 

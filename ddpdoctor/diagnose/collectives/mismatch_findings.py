@@ -633,8 +633,5 @@ def _were(ranks: Collection[int]) -> str:
 
 
 def _last_site(run: Run, phase: str) -> Location | None:
-    """Return the newest line at which a phase began on any rank.
-
-    Native code may end a rank earlier.
-    """
+    """Return the newest line at which a phase began on any rank. Some ranks may end earlier."""
     return next((at for rank in reversed(run.last) for at in reversed(rank.sites(phase))), None)

@@ -169,10 +169,7 @@ def _bound(target: ast.expr) -> set[str]:
 
 
 def loop_of(at: Location | None) -> tuple[Location, bool] | None:
-    """Return the innermost loop around a line, and whether it draws random numbers.
-
-    Return None if the line is in no loop.
-    """
+    """Return the innermost loop around a line, if any, and whether it draws random numbers."""
     source = source_of(at.path) if at is not None else None
     loops = source.around(at.line) if at is not None and source is not None else []
     if at is None or not loops:

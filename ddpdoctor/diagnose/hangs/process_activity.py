@@ -294,10 +294,7 @@ def with_steadiness(now: RankState, before: RankState | None) -> RankEvidence:
 
 
 def _polling(frames: tuple[Frame, ...], rank: RankState) -> tuple[object, ...] | None:
-    """Return the polling loop that a stack is in, with the frames that led to it.
-
-    None without one.
-    """
+    """Return the polling loop that a stack is in, with the frames that led to it, or None."""
     for number, frame in reversed(list(enumerate(frames))):
         if is_user_path(frame.path):
             loop = _polling_loop(frame, rank)

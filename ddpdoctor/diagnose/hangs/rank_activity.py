@@ -165,10 +165,7 @@ def activity_of(rank: RankState, starting: bool) -> Activity:
 
 
 def _held(rank: RankState, duration: str) -> Activity | None:
-    """Describe a host that waits for its GPU.
-
-    The GPU's work is to blame, at whatever line it is.
-    """
+    """Describe a host that waits for its GPU. The GPU's work is to blame, not the host's line."""
     if not gpu_holds_host(rank):
         return None
     text, place = gpu_work(rank)

@@ -241,10 +241,7 @@ def _averaged(run: Run, each: list[Pass]) -> Finding | None:
 
 
 def _reduced_ratios(run: Run, one: Pass) -> list[Averaged]:
-    """Return the ratios that a rank reduced after an evaluation.
-
-    Empty if it also reduced counts.
-    """
+    """Return ratios that a rank reduced after an evaluation. Empty if it also reduced counts."""
     rank, begun = run.rank(one.rank), one.record.closed
     later = [each.record.time for each in passes_of(rank) if each.trains]
     until = min((time for time in later if time > begun), default=run.taken)

@@ -120,10 +120,7 @@ def _gpu_states(run: Run) -> dict[int, GpuState]:
 
 
 def _may_be_sharing(run: Run, lag: Lag) -> bool:
-    """Return whether all GPUs are shared with processes that may cause the surplus.
-
-    Processes take turns on a GPU, as they do on too few cores.
-    """
+    """Return whether other processes that take turns on all GPUs may cause the surplus."""
     known = _gpu_states(run)
     mine = known.get(lag.rank.rank)
     if mine is None or lag.phase not in ON_DEVICE or lag.gap >= lag.own[1]:
@@ -447,10 +444,7 @@ def _ghz(kilohertz: float) -> str:
 def _for_crowded_core(
     run: Run, lag: Lag, mine: Profile | None, others: Sequence[Profile]
 ) -> Reason | None:
-    """Explain a surplus by other processes that use the rank's core, and only this core.
-
-    Return None if no such process is known: many may share all cores by chance.
-    """
+    """Explain a surplus by known processes that use the rank's core, and only this core."""
     evidence = [
         f"it waits {shown_ms(lag.cores[0])} a step for a core to run on; the others "
         f"{shown_ms(lag.cores[1])}"

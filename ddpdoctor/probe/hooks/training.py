@@ -448,10 +448,7 @@ def _clipped(tracker: Any, result: Any, error: BaseException | None) -> None:
 
 
 def install_serialization(serialization: ModuleType) -> None:
-    """Record the devices of loaded storages.
-
-    That is below ``torch.load``, whose warnings point to its caller.
-    """
+    """Record devices of loaded storages, below ``torch.load``, whose warnings name its caller."""
     original = getattr(serialization, torch_private.RESTORE_LOCATION, None)
     if original is None:
         return

@@ -120,10 +120,7 @@ _MAX_CHAINED = 8  # maximum number of examined exceptions in a chain
 
 
 def file_facts(error: BaseException) -> ResourceFacts | None:
-    """Describe the file that ``torch.save`` or ``torch.load`` failed on, or the failed download.
-
-    Return None if the exception is about neither.
-    """
+    """Describe the file or download on which ``torch.save`` or ``torch.load`` failed, if any."""
     current: BaseException | None = error
     for _ in range(_MAX_CHAINED):
         if current is None:
@@ -417,10 +414,7 @@ def write_stray(record: EndOfProcess) -> None:
 
 @shield.shielded
 def printed(*args: Any, **kwargs: Any) -> None:
-    """Remember a printed exception as a record.
-
-    The exception itself would keep its frames alive.
-    """
+    """Remember a printed exception as a record. The exception would keep its frames alive."""
     global _shown
     error = kwargs.get("value", args[1] if len(args) > 1 else args[0] if args else None)
     if not isinstance(error, BaseException) or not _is_failure(error):

@@ -350,10 +350,7 @@ class Fingerprints(Observer):
         ledger.watch(min((size for size in sizes if size), default=0), moved)
 
     def _look_together(self, step: int) -> None:
-        """Hash all parameters after collectives that may have averaged them.
-
-        Replicas of local SGD are equal after averaging, and never after a step.
-        """
+        """Hash all parameters after collectives that may have averaged them, as local SGD does."""
         moved, self._moved = self._moved, 0
         if self.state.ledger is not None:
             self._await_together(self.state.ledger)

@@ -400,10 +400,7 @@ class Gradients(Observer):
 
 
 def _with_norms(record: UnreducedRecord, shown: dict[str, Any]) -> Lazy | None:
-    """Return a record with the norms of gradients and values of some parameters, once known.
-
-    None if they cannot be read.
-    """
+    """Return a record with norms of gradients and values, once known; None if unreadable."""
     read = readback.gradients_and_values(list(shown.values()))
     if read is None:
         return None

@@ -112,10 +112,7 @@ _SEARCH_SECONDS = 0.3  # for the search of all processes
 
 
 def port_facts(message: str) -> ResourceFacts | None:
-    """Return the current holder of the port that torch's store could not listen on.
-
-    Return None for other messages.
-    """
+    """Return the holder of the port that torch's store could not listen on, by its message."""
     refused = _LISTEN_FAILED.search(message)
     if refused is None:
         return None

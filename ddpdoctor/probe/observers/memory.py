@@ -96,10 +96,7 @@ class Memory(Observer):
             self._note_datasets()
 
     def _private(self) -> int | None:
-        """Return the private memory.
-
-        Growth within the initially reserved address space is left out.
-        """
+        """Return the private memory, without growth within the initially reserved address space."""
         found = statm()
         if found is None:
             return None

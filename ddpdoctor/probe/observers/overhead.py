@@ -69,10 +69,7 @@ class Clocked(Protocol):
 
 
 class Detail:
-    """Choose how closely the steps of one rank are followed.
-
-    ``hooks`` measures the rank's hooks.
-    """
+    """Choose how closely the steps of one rank are followed. ``hooks`` measures its hooks."""
 
     def __init__(self, hooks: Clocked) -> None:
         self._hooks = hooks

@@ -42,10 +42,7 @@ def hashable(tensor: Any) -> bool:
 
 
 def hash_of(tensor: Any) -> Any:
-    """Return the hash of a tensor's bits, a 0-dimensional int64 tensor on its device.
-
-    Call it with gradients off.
-    """
+    """Return the hash of a tensor's bits, an int64 scalar on its device. Needs gradients off."""
     torch: Any = sys.modules["torch"]
     tensor = tensor.detach()
     if tensor.is_complex():
@@ -225,10 +222,7 @@ class Elements:
         self.read = Readback.of(some.to(torch.float32 if short else torch.float64))
 
     def packed(self) -> PackedTensor:
-        """Return the tensor's number of elements, and the read elements.
-
-        Call it once they are ready.
-        """
+        """Return the number of elements and, once they are ready, the read elements."""
         numbers = self.read.numbers()
         data = struct.pack(f"<{len(numbers)}{self.format}", *numbers)
         return PackedTensor(self.count, self.format, base64.b64encode(data).decode())

@@ -384,10 +384,7 @@ class Phases:
         return _thread() == self._thread
 
     def here(self) -> bool:
-        """Make the calling thread the training thread.
-
-        Return whether another thread was it before.
-        """
+        """Make the calling thread the training thread. Return whether another one was it before."""
         if _thread() == self._thread:
             return False
         self._thread = _thread()

@@ -43,10 +43,7 @@ def is_plain(kind: type) -> bool:
 
 
 def storage_bytes(value: Any) -> int | None:
-    """Return the bytes of a plain tensor's storage.
-
-    None for other objects and without a storage.
-    """
+    """Return the bytes of a plain tensor's storage. None for other objects or without storage."""
     if not is_plain(type(value)):
         return None
     try:
