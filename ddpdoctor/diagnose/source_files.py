@@ -26,6 +26,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 T = TypeVar("T")
 Loop: TypeAlias = "ast.For | ast.AsyncFor | ast.While"
+Scope: TypeAlias = "ast.Module | ast.FunctionDef | ast.AsyncFunctionDef"
 LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
 LEAVING = (ast.Return, ast.Break, ast.Continue)
@@ -67,6 +68,33 @@ def nodes_of(path: str) -> Iterator[ast.AST]:
     """Yield all nodes of a file, outer ones first. Yield none if it cannot be parsed."""
     tree = tree_of(path)
     return ast.walk(tree) if tree is not None else iter(())
+
+
+def scopes_of(path: str) -> list[Scope]:
+    """Return a file's module and its functions, outer ones first."""
+    return [node for node in nodes_of(path) if isinstance(node, (ast.Module, *FUNCTIONS))]
+
+
+def calls_at(at: Location) -> list[ast.Call]:
+    """Return the calls that a line belongs to."""
+    return [
+        node for node in nodes_of(at.path) if isinstance(node, ast.Call) and covers(node, at.line)
+    ]
+
+
+def names_in(*nodes: ast.AST, stored: bool = False) -> set[str]:
+    """Return the variables in some nodes, or only those that they store."""
+    return {
+        each.id
+        for node in nodes
+        for each in ast.walk(node)
+        if isinstance(each, ast.Name) and (not stored or isinstance(each.ctx, ast.Store))
+    }
+
+
+def values_of(call: ast.Call) -> list[ast.expr]:
+    """Return the arguments of a call."""
+    return [*call.args, *(each.value for each in call.keywords)]
 
 
 def walk_scope(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
@@ -234,10 +262,10 @@ class Source:
 
     def varies(self, node: ast.If | ast.While) -> bool:
         """Return whether a condition compares sizes, or tests a name that a loop around it sets."""
-        inside = list(ast.walk(node.test))
-        if any(isinstance(each, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)) for each in inside):
+        operators = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+        if any(isinstance(each, operators) for each in ast.walk(node.test)):
             return True
-        names = {each.id for each in inside if isinstance(each, ast.Name)}
+        names = names_in(node.test)
         return any(
             isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store) and each.id in names
             for loop in self.around(node.lineno)
@@ -409,17 +437,13 @@ def constant_while(path: str, line: int) -> int | None:
 
 
 def _never_ends(loop: ast.While) -> bool:
-    inside = [each for part in loop.body for each in ast.walk(part)]
+    inside = (each for part in loop.body for each in ast.walk(part))
     if any(isinstance(each, (ast.Break, ast.Return, ast.Raise, ast.Yield)) for each in inside):
         return False
-    tested = list(ast.walk(loop.test))
+    tested = ast.walk(loop.test)
     if any(isinstance(each, (ast.Call, ast.Attribute, ast.Subscript)) for each in tested):
         return False
-    names = {each.id for each in tested if isinstance(each, ast.Name)}
-    return not any(
-        isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store) and each.id in names
-        for each in inside
-    )
+    return names_in(loop.test).isdisjoint(names_in(*loop.body, stored=True))
 
 
 def only_sleeps(path: str, line: int) -> bool:

@@ -14,7 +14,14 @@ from typing import Literal
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.hangs.hang_snapshot import BUSY, MIN_PENDING_NS, RankState
-from ddpdoctor.diagnose.source_files import brief, holds, location, quoted, source_of
+from ddpdoctor.diagnose.source_files import (
+    brief,
+    holds,
+    location,
+    names_in,
+    quoted,
+    source_of,
+)
 from ddpdoctor.run.records.supervisor import ChildState, Frame, RankEvidence
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.frames import is_probe_path, is_user_path
@@ -318,7 +325,5 @@ def _polling_loop(frame: Frame, rank: RankState) -> ast.While | None:
     sites = map(location, rank.evidence.sites.values())
     if any(at is not None and at.path == frame.path and holds(loop, at.line) for at in sites):
         return None
-    tested = {each.id for each in ast.walk(loop.test) if isinstance(each, ast.Name)}
-    inside = (each for part in loop.body for each in ast.walk(part))
-    stored = {n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return loop if stored.isdisjoint(tested) else None
+    stored = names_in(*loop.body, stored=True)
+    return loop if stored.isdisjoint(names_in(loop.test)) else None
