@@ -70,7 +70,10 @@ class Mirror:
         if self._owners.setdefault(name, node) != node:
             raise RefusedError(f"{name} belongs to another node")
         if piece.append:
-            self._append(name, path, data)
+            journal = self._journals.get(name)
+            if journal is None:
+                journal = self._journals[name] = Journal(str(path), self._journal_bytes)
+            journal.write(data.splitlines(keepends=True))
         elif len(data) > limit:
             raise RefusedError(f"{name} is too large")
         elif limit in (PAGE_SIZE, RING_SIZE):
@@ -112,12 +115,6 @@ class Mirror:
     def _is_of_this_host(self, name: str) -> bool:
         """Return whether the supervisor here writes the file, since both are on one machine."""
         return name not in self._owners and (self._directory / name).exists()
-
-    def _append(self, name: str, path: Path, data: bytes) -> None:
-        journal = self._journals.get(name)
-        if journal is None:
-            journal = self._journals[name] = Journal(str(path), self._journal_bytes)
-        journal.write(data.splitlines(keepends=True))
 
     def _overwrite(self, path: Path, data: bytes, size: int) -> None:
         """Replace the content of a mapped file in place, since readers may have it open."""

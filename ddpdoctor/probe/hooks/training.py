@@ -455,23 +455,21 @@ def install_serialization(serialization: ModuleType) -> None:
 
     @functools.wraps(original)
     def _get_restore_location(map_location: Any) -> Any:
-        return _watched(original(map_location), map_location is not None)
+        restore = original(map_location)
+        mapped = map_location is not None
+        seen: set[Any] = set()
+
+        @shield.shielded
+        def look(device: Any) -> None:
+            if device.type == "cuda" and device not in seen:
+                seen.add(device)
+                failures.tensors_loaded(device, mapped)
+
+        def restore_location(storage: Any, location: Any) -> Any:
+            result = restore(storage, location)
+            look(getattr(result, "device", None))
+            return result
+
+        return restore_location
 
     setattr(serialization, torch_private.RESTORE_LOCATION, _get_restore_location)
-
-
-def _watched(restore: Callable[[Any, Any], Any], mapped: bool) -> Callable[[Any, Any], Any]:
-    seen: set[Any] = set()
-
-    @shield.shielded
-    def look(device: Any) -> None:
-        if device.type == "cuda" and device not in seen:
-            seen.add(device)
-            failures.tensors_loaded(device, mapped)
-
-    def restore_location(storage: Any, location: Any) -> Any:
-        result = restore(storage, location)
-        look(getattr(result, "device", None))
-        return result
-
-    return restore_location

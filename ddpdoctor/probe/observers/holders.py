@@ -97,7 +97,11 @@ class Look:
         self._until = 0
         self._depths: list[int] = []
         try:
-            frames = _frames_from(frame)
+            frames: list[FrameType] = []
+            while frame is not None and len(frames) < MAX_FRAMES:
+                if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _CLOSED:
+                    frames.append(frame)
+                frame = frame.f_back
             mine = [each for each in frames if user_file(each.f_code.co_filename)]
             self._frames(mine)
             self._modules(mine)
@@ -350,19 +354,6 @@ def _label(key: Any) -> str:
     if type(key) is str and key.isidentifier():
         return key
     return f"[{key!r}]" if type(key) is int or (type(key) is str and len(key) < 40) else "[]"
-
-
-def _frames_from(frame: FrameType | None) -> list[FrameType]:
-    frames: list[FrameType] = []
-    while frame is not None and len(frames) < MAX_FRAMES:
-        if _owner(frame) not in _CLOSED:
-            frames.append(frame)
-        frame = frame.f_back
-    return frames
-
-
-def _owner(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _file_of(module: Any) -> str:
