@@ -1,8 +1,8 @@
 """Find the objects that grow on a rank, and the names that hold them.
 
-A look walks from the frames of the training thread and the user's modules through containers,
-objects, closures and tensors, nearest first, and notes the size of each. A second look some steps
-later shows what grew. A look takes a few milliseconds at most and keeps only names and numbers. It
+A scan walks from the frames of the training thread and the user's modules through containers,
+objects, closures and tensors, nearest first, and notes the size of each. A second scan some steps
+later shows what grew. A scan takes a few milliseconds at most and keeps only names and numbers. It
 calls no code of the job, changes no object, and uses neither the garbage collector nor a device.
 """
 
@@ -29,7 +29,7 @@ from ddpdoctor.probe.runtime.evaluation import locals_of
 from ddpdoctor.run.records.base import CodeFrame
 from ddpdoctor.run.records.memory import Holder
 
-MAX_LOOK_NS = 8_000_000  # maximum CPU time of a look, in nanoseconds
+MAX_SCAN_NS = 8_000_000  # maximum CPU time of a scan, in nanoseconds
 MAX_DEPTH = 9  # maximum number of references from a frame or module to a noted object
 MAX_FOLLOWED = 256  # maximum number of elements followed in a container, newest first
 MAX_FRAMES = 64
@@ -68,7 +68,7 @@ class Noted(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A name in a frame or module. Equal in each look."""
+    """A name in a frame or module. Equal in each scan."""
 
     path: str
     line: int
@@ -76,10 +76,10 @@ class Place(NamedTuple):
     name: str
 
 
-class Look:
-    """One look at what a rank holds, from the innermost frame of the training thread that counts.
+class Scan:
+    """One scan at what a rank holds, from the innermost frame of the training thread that counts.
 
-    Only what has grown since the ``earlier`` look is described.
+    Only what has grown since the ``earlier`` scan is described.
     """
 
     def __init__(self, frame: FrameType | None, earlier: dict[Place, Noted] | None = None) -> None:
@@ -105,7 +105,7 @@ class Look:
             mine = [each for each in frames if user_file(each.f_code.co_filename)]
             self._frames(mine)
             self._modules(mine)
-            self._until = time.thread_time_ns() + MAX_LOOK_NS
+            self._until = time.thread_time_ns() + MAX_SCAN_NS
             self._walk()
             # Trainers of libraries lead to many objects that are not the job's.
             self._frames([each for each in frames if each not in mine])
@@ -470,16 +470,16 @@ def words_of(container: Any) -> str:
     return f"{type(container).__name__} of {type(_newest(container)).__name__}"
 
 
-def merged(before: dict[Place, Holder], look: Look) -> dict[Place, Holder]:
-    """Return what grew over several looks. ``look`` is the newest."""
+def merged(before: dict[Place, Holder], scan: Scan) -> dict[Place, Holder]:
+    """Return what grew over several scans. ``scan`` is the newest."""
     kept: dict[Place, Holder] = {}
     for place, older in before.items():
-        noted = look.sizes.get(place)
+        noted = scan.sizes.get(place)
         # A container that shrinks is bounded, or is rebuilt in each pass.
         if noted is not None and noted.size >= older.size:
-            newest = look.grown.get(place, older)
+            newest = scan.grown.get(place, older)
             kept[place] = newest._replace(grew=newest.size - older.size + older.grew)
-    for place, holder in look.grown.items():
+    for place, holder in scan.grown.items():
         kept.setdefault(place, holder)
     return kept
 
