@@ -6,6 +6,7 @@ import math
 import signal
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import named
@@ -43,7 +44,7 @@ from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
 
-_SUBJECTS = frozenset((MISPAIRED, ABORT))
+_error = partial(Finding, severity=Severity.ERROR, subjects=frozenset((MISPAIRED, ABORT)))
 _DECIDE = (
     "Reduce the value that decides over the ranks first (dist.all_reduce), so that all of them "
     "make the call, or none does."
@@ -91,12 +92,10 @@ def mismatch_finding(found: Mismatch, steps: int = 0) -> Finding:
 
 
 def _different(found: Mismatch, message: str, fix: str) -> Finding:
-    return Finding(
+    return _error(
         code="DDP803",
         about=f"{found.blame.location}",
-        subjects=_SUBJECTS,
         moment=max(call.began for call in found.calls.values()),
-        severity=Severity.ERROR,
         message=message,
         # A value that differs between ranks may be wrong on either side.
         ranks=tuple(sorted(found.calls if found.blame.kind == "decided" else found.blame.ranks)),
@@ -115,12 +114,10 @@ def _guarded_finding(
     condition = statement(guard.path, guard.line).partition("  #")[0].rstrip()
     through = f", by {quoted(at)}" if at != call.site else ""
     under = f"after `{condition} {guard.way}`" if guard.way else f"under `{condition}`"
-    return Finding(
+    return _error(
         code="DDP401",
         about=f"{at}",
-        subjects=_SUBJECTS,
         moment=call.began,
-        severity=Severity.ERROR,
         message=f"{named(by.ranks)} alone called {call.what} at {quoted(call.site)}{through}, "
         f"{under} (line {guard.line}): {_missing(call, others)}",
         ranks=tuple(sorted(by.ranks)),
@@ -380,12 +377,10 @@ def order_finding(waits: Sequence[Blocked]) -> Finding:
     groups = {call.group for call in calls} | ({""} if len(calls) < len(ranks) else set())
     several = len(groups) > 1
     what = "collectives of different groups" if several else "different collectives"
-    return Finding(
+    return _error(
         code="DDP804" if several else "DDP803",
         about="order",
-        subjects=_SUBJECTS,
         moment=max((call.began for call in calls), default=0),
-        severity=Severity.ERROR,
         message=f"ranks wait for each other in {what}: {_listed_waits(waits)}",
         ranks=tuple(rank.rank for rank in ranks),
         location=waits[-1].waiting[-1].waits_at,
@@ -427,12 +422,10 @@ def point_to_point_finding(ranks: Sequence[RankState]) -> Finding | None:
         where = quoted(back.site if back is not None else peer.waits_at)
         doing = f"{back.name} with rank {number}" if back is not None else peer.waits_in
         found = [inside[number], peer]
-        return Finding(
+        return _error(
             code="DDP803",
             about=f"exchange {call.site}",
-            subjects=_SUBJECTS,
             moment=call.began,
-            severity=Severity.ERROR,
             message=f"rank {number} waits in {call.name} with rank {peer.rank} at "
             f"{quoted(call.site)}, and rank {peer.rank} in {doing} at {where}: neither can end",
             ranks=tuple(sorted(each.rank for each in found)),
@@ -573,12 +566,10 @@ def _skipped_call(
     few = elsewhere if many else (inside if len(inside) < len(elsewhere) else ())
     who, others = (elsewhere, inside) if many else (inside, elsewhere)
     at = f", by {quoted(decider)}" if decider is not None else ""
-    return Finding(
+    return _error(
         code="DDP803",
         about=f"{call.site}",
-        subjects=_SUBJECTS,
         moment=call.began,
-        severity=Severity.ERROR,
         message=f"{named(who)} {'skipped' if many else 'called'} {call.what} at "
         f"{quoted(call.site)}{at}, {'in which' if many else 'while'} {_were(others)}"
         + (" when the job failed" if many else " in DDP's own all-reduce, and the job failed"),
@@ -606,11 +597,9 @@ def _skipped_backward(run: Run, found: _Failure, evidence: tuple[str, ...]) -> F
     follows = forward.path == backward.path and forward.line < backward.line
     decider = way_past(backward, forward.line if follows else 0)
     call = found.inside[min(found.inside)]
-    return Finding(
+    return _error(
         code="DDP803",
         about=f"{decider or backward}",
-        subjects=_SUBJECTS,
-        severity=Severity.ERROR,
         message=f"{named(found.inside)} skipped a backward at {quoted(backward)}"
         + (f", by {quoted(decider)}" if decider is not None else "")
         + f", and called {call.what} at {quoted(call.site)} while {_were(found.elsewhere)} in "
