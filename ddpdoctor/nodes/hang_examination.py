@@ -264,7 +264,7 @@ def _since(
 
 
 def _workers(stacks: RankStacks) -> list[RankStacks]:
-    """Return what py-spy sees of the DataLoader workers a rank waits for. Hold no process."""
+    """Return what py-spy, if installed, sees of the loader workers that a rank waits for."""
     main = stacks.main
     waits = main is not None and any(
         "torch/utils/data/dataloader.py" in frame.path and "get_data" in frame.function

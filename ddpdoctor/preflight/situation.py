@@ -53,7 +53,7 @@ class Deadline:
 
 @contextlib.contextmanager
 def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Kill a process, started as a new session, and all it started when the block ends."""
+    """Kill a process that leads a session, and all that it started, when the block ends."""
     try:
         yield
     finally:

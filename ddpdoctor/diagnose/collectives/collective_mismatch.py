@@ -493,7 +493,7 @@ def _groups(kinds: Iterable[list[int]], calls: Mapping[int, Call]) -> tuple[Grou
 
 
 def rings(run: Run) -> dict[int, tuple[Collective, ...]]:
-    """Return the newest Python collectives of each rank that has recorded all of its own."""
+    """Return the newest Python collectives of each rank of the last attempt that recorded all."""
     return {
         rank.rank: rank.ring.collectives
         for rank in run.last
@@ -523,7 +523,7 @@ def ring_mismatch(run: Run) -> Mismatch | None:
 
 
 def is_up_to_date(run: Run, rank: Rank) -> bool:
-    """Return whether a rank's ring has all calls so far. Other nodes send rings at times."""
+    """Return whether a rank's ring has all calls so far. Those of other nodes come later."""
     ended = rank.exit is not None or rank.records.first(ErrorRecord) is not None
     return not rank.elsewhere or ended or run.exit_status is not None or run.hang is not None
 

@@ -54,7 +54,7 @@ _MAX_GROUPS = 4  # Maximum number of groups of ranks in a sentence
 
 
 def mismatch_finding(found: Mismatch, steps: int = 0) -> Finding:
-    """Make the finding (DDP401 or DDP803) about calls that differ after so many closed steps."""
+    """Make the finding (DDP401 or DDP803) about calls that differ. ``steps`` were closed before."""
     kind, guilty = found.blame.kind, found.guilty
     if kind == "guard":
         return _guarded_finding(found.blame, guilty[0].call, found.evidence, found.others)

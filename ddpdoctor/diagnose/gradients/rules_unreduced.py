@@ -683,10 +683,7 @@ def _separate_training(run: Run) -> SoloSteps:
 
 
 def _diverge(steps: SoloSteps) -> bool:
-    """Return whether ranks train the same kind of model, and gradients and parameters differ.
-
-    The parameters may be equal in the first step.
-    """
+    """Return whether ranks train one kind of model whose gradients and later parameters differ."""
     first = min(steps)
     for step, records in steps.items():
         if not _same_kind(records) or not _differ([each.gradients for each in records]):

@@ -492,7 +492,7 @@ def _remark(record: HangRecord) -> str:
 
 
 def _rank(rank: int, dump: _Dump, taken: int, members: Mapping[str, str]) -> RankEvidence:
-    """Convert a rank's file to evidence. All ranks write their files at the same time."""
+    """Convert a rank's file to evidence by one clock. All ranks write at the same time."""
     shift = taken - dump.written
     calls = tuple(
         replace(each, members=members[each.group], created=each.created + shift)

@@ -554,7 +554,10 @@ def mean_step(steps: Sequence[StepRecord], between: bool = True) -> StepRecord:
 
 
 def rhythm(numbers: Sequence[int], surplus: Sequence[float], firsts: set[int]) -> Rhythm:
-    """Find the steps in which a rank exceeds the others. ``firsts`` are the first of passes."""
+    """Find the steps in which a rank's own time exceeds the others' by its surplus.
+
+    ``firsts`` are the first steps of passes.
+    """
     rest = MIN_NAMED_SURPLUS * sum(each for each in surplus if each > 0)
     found: list[int] = []
     gaps: list[float] = []

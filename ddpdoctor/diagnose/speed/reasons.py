@@ -120,7 +120,7 @@ def _gpu_states(run: Run) -> dict[int, GpuState]:
 
 
 def _may_be_sharing(run: Run, lag: Lag) -> bool:
-    """Return whether other processes that take turns on all GPUs may cause the surplus."""
+    """Return whether other processes, which take turns on all GPUs, may cause the surplus."""
     known = _gpu_states(run)
     mine = known.get(lag.rank.rank)
     if mine is None or lag.phase not in ON_DEVICE or lag.gap >= lag.own[1]:

@@ -40,7 +40,7 @@ class Network:
 
 
 def networks(meeting: Meeting) -> Iterator[Network]:
-    """Yield networks in which needed connections fail. Skip nodes without files to open."""
+    """Yield networks in which needed connections fail. Skip nodes that may open no files."""
     closed, short = bad_ways(meeting, "route"), short_of_files(meeting)
     failed: dict[str, dict[Way, Dialled]] = {}
     used: dict[str, set[Way]] = {}

@@ -89,7 +89,7 @@ class Member:
 
 
 class Coordinator:
-    """The server at the rendezvous port, and its nodes. ``scale`` extends all its times."""
+    """The server at the rendezvous port and the nodes that came. ``scale`` extends all times."""
 
     def __init__(
         self, listening: socket.socket, key: bytes, nnodes: int, scale: float = 1.0
