@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -166,7 +167,4 @@ def _rank_of(run: Run, cause: Ending) -> Rank | None:
 
 
 def _elements(shape: tuple[int, ...]) -> int:
-    product = 1 if shape else 0
-    for each in shape:
-        product *= each
-    return product
+    return math.prod(shape) if shape else 0

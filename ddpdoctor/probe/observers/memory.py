@@ -10,6 +10,7 @@ that of the machine.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -176,10 +177,7 @@ class Memory(Observer):
 
 
 def _elements(shape: tuple[int, ...]) -> int:
-    count = 1 if shape else 0
-    for each in shape:
-        count *= each
-    return count
+    return math.prod(shape) if shape else 0
 
 
 def _shapes(data: Any) -> Iterator[tuple[int, ...]]:
