@@ -340,7 +340,7 @@ class Hello(Part):
     """From a caller to the coordinator: first its proof, then clock questions, or a problem.
 
     Attributes:
-        blocked: Why the rendezvous port is closed for a caller at the side door.
+        blocked: Why the rendezvous port is closed for a caller at the spare port.
         called: The address of the coordinator that was called.
         offset: How far the coordinator's clock is ahead of the node's.
         uncertainty: Half a round trip of that estimate.
