@@ -12,17 +12,17 @@ from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import duration, named
 from ddpdoctor.core.relations import Lapsed, certain
 from ddpdoctor.diagnose.hangs.job_nodes import job_nodes
+from ddpdoctor.diagnose.launch.node_differences import (
+    CLOCK_FAIL_S,
+    CLOCK_WARN_S,
+    OF_EACH_NODE,
+    minor,
+)
 from ddpdoctor.run import code_version
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.supervisor import LinkRecord, NodeRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.vitals import gpu_counts
-
-CLOCK_WARN_S = 1.0
-CLOCK_FAIL_S = 10.0
-
-OF_EACH_NODE = ("_IFNAME", "_IB_HCA", "_DEBUG", "_DEBUG_FILE", "_TOPO_FILE", "_HOSTID")
-"""Suffixes of variables that may differ between nodes."""
 
 LOST_FOR_NS = 5_000_000_000
 """Nanoseconds from the detected loss of a node, which takes 10 s, to the report."""
@@ -98,8 +98,8 @@ def node_versions(run: Run) -> Iterator[Finding]:
         if name in ("nccl", "driver"):
             # A missing or unknown value is not a different version.
             values.pop("", None)
-        minor = {_minor(value) for value in values}
-        severe = name == "nccl" or (name == "torch" and len(minor) > 1)
+        minors = {minor(value) for value in values}
+        severe = name == "nccl" or (name == "torch" and len(minors) > 1)
         severity = Severity.ERROR if severe else Severity.WARNING
         yield from _differ("DDP057", severity, f"{what} is not the same on all nodes", values)
     models = _by_value(ranks, _gpu_model)
@@ -254,11 +254,7 @@ def _gpu_counts(run: Run, ranks: Sequence[Rank]) -> dict[str, list[str]]:
 
 def _shortened(name: str, rank: Rank) -> str:
     version = rank.opened.versions.get(name, "")
-    return _minor(version) if name == "python" else version
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
+    return minor(version) if name == "python" else version
 
 
 def _differ(
