@@ -28,7 +28,7 @@ _CONDITION = re.compile(
     re.IGNORECASE,
 )
 _NUMBER = re.compile(r"rank|process_index|procid", re.IGNORECASE)
-_OTHER_RANK = re.compile(
+OTHER_RANK = re.compile(
     r"(lora|low|full|matrix|max|min|tensor|num|page)_?rank|ranking|ranked|ranker|rank_?(loss|ratio)",
     re.IGNORECASE,
 )
@@ -198,7 +198,7 @@ def _about_rank(node: ast.AST, words: Words) -> bool:
 
 def _says_rank(name: str) -> bool:
     about = _CONDITION.search(name) or _NUMBER.search(name)
-    return bool(about) and name.isidentifier() and not _OTHER_RANK.search(name)
+    return bool(about) and name.isidentifier() and not OTHER_RANK.search(name)
 
 
 def _value_of_name(name: str, rank: int, words: Words) -> object:
