@@ -551,6 +551,24 @@ def written_on_some_ranks(run: Run, what: WriteTarget) -> list[Location]:
     return list(dict.fromkeys(chain[-1] for chain in chains if chain))
 
 
+def written_after(built: Location | None) -> Location | None:
+    """Return the only line after a model's wrap, in its function, that initializes weights."""
+    source = source_of(built.path) if built is not None else None
+    if built is None or source is None:
+        return None
+    writes = _writes(built.path)
+    writers = {each.function for each in writes if each.what == "weights"} - {""}
+    lines = {each.location.line for each in writes if each.what == "weights"}
+    scope = source.scope(built.line)
+    body = getattr(scope, "body", None) or getattr(tree_of(built.path), "body", [])
+    for node in walk_scope(body):
+        if isinstance(node, ast.Call) and (names_in(*node.args) | {last_name(node.func)}) & writers:
+            lines.add(node.lineno)
+    inside = {getattr(node, "lineno", 0) for node in walk_scope(body)}
+    after = sorted(line for line in lines & inside if line > built.line)
+    return Location(built.path, after[0]) if len(after) == 1 else None
+
+
 def guarded_calls(run: Run, at: Location) -> list[Location]:
     """Return a line and the calls that lead to it, up to one under a condition on the rank.
 
