@@ -98,14 +98,14 @@ def examine_many(ranks: int, where: str) -> None:
     with open(path / "supervisor.jsonl", "ab") as file:
         file.write(json_line(as_json(told)))
     found = examine(reader.snapshot(), RULES.values())
-    seconds = time.perf_counter() - began - hang_examination.BETWEEN
+    seconds = time.perf_counter() - began - hang_examination.COMPARED_SECONDS
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for finding in found[:3]:
         print(finding.severity.label, finding.code, finding.message)
     used = time.process_time() - cpu
     print(
         f"{ranks} ranks: examined in {seconds:.2f} s ({used:.2f} s of CPU), besides the "
-        f"{hang_examination.BETWEEN:.0f} s over which processes are watched; "
+        f"{hang_examination.COMPARED_SECONDS:.0f} s over which processes are watched; "
         f"{most / 1024:.0f} MiB at most, {base / 1024:.0f} MiB before; {len(text) / 1e6:.1f} MB "
         "written"
     )

@@ -10,41 +10,38 @@ import ast
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.rank_conditions import rank_guard, ranks_at
 from ddpdoctor.diagnose.source_files import (
     FUNCTIONS,
+    Scope,
+    calls_at,
     covers,
     files_of,
     holds,
     last_name,
     location,
+    names_in,
     nodes_of,
     per_file,
     quoted,
-    rank_guard,
-    ranks_at,
+    scopes_of,
     source_of,
     tree_of,
+    values_of,
     walk_scope,
 )
 from ddpdoctor.run.records.model import FingerprintRecord, TogetherRecord, UnreducedRecord
 from ddpdoctor.run.records.training import SiteRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
-Scope: TypeAlias = "ast.Module | ast.FunctionDef | ast.AsyncFunctionDef"
-
-
-def _scopes(path: str) -> list[Scope]:
-    """Return a file's module and its functions, outer ones first."""
-    return [node for node in nodes_of(path) if isinstance(node, (ast.Module, *FUNCTIONS))]
-
 
 def _around(at: Location) -> list[Scope]:
     """Return a file's module, and the functions around a line in it, outer ones first."""
     return [
-        each for each in _scopes(at.path) if isinstance(each, ast.Module) or covers(each, at.line)
+        each for each in scopes_of(at.path) if isinstance(each, ast.Module) or covers(each, at.line)
     ]
 
 
@@ -81,13 +78,8 @@ def operation_lines(
 ) -> list[Location]:
     """Return the lines between a forward and its backward that do one of some operations.
 
-    Args:
-        operations: Their names in torch's graph: ``mul``, ``log``.
-        forward: The line that calls the model.
-        backward: The line of ``backward()``, in the same function or in another one.
-        order: Index and number of operations of that name.
-        constant: Whether the operation got a non-finite input that no operation computed, such as a
-            constant.
+    Operations have their names in torch's graph, such as ``mul``. ``order`` is the index and the
+    number of those of that name. A ``constant`` that is not finite was an input.
     """
     found = _candidates(operations, forward, backward)
     if order is not None and order[1] == len(found):
@@ -208,7 +200,7 @@ def _averaging(path: str) -> list[range]:
     """Return the lines of each call of a file that averages or broadcasts parameters."""
     return [
         range(call.lineno, (call.end_lineno or call.lineno) + 1)
-        for scope in _scopes(path)
+        for scope in scopes_of(path)
         for call in walk_scope(scope.body)
         if isinstance(call, ast.Call) and _is_averaging(call, scope)
     ]
@@ -230,9 +222,8 @@ def of_model(value: ast.expr, scope: Scope, depth: int) -> bool:
         return False
     if _MODEL.search(text):
         return True
-    names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
     return depth > 0 and any(
-        of_model(source, scope, depth - 1) for source in _sources(names, scope)
+        of_model(source, scope, depth - 1) for source in _sources(names_in(value), scope)
     )
 
 
@@ -245,8 +236,7 @@ def _sources(names: set[str], scope: Scope) -> Iterator[ast.expr]:
             targets, value = [node.target], node.iter
         else:
             continue
-        bound = {each.id for one in targets for each in ast.walk(one) if isinstance(each, ast.Name)}
-        if bound & names:
+        if names_in(*targets) & names:
             yield value
 
 
@@ -345,7 +335,7 @@ def reduces_gradients(run: Run) -> Location | None:
     calls = (
         Location(path, node.lineno)
         for path in files_of(run)
-        for scope in _scopes(path)
+        for scope in scopes_of(path)
         for node in walk_scope(scope.body)
         if isinstance(node, ast.Call)
         and last_name(node.func) == "all_reduce"
@@ -359,9 +349,8 @@ def _of_gradients(value: ast.expr, scope: Scope, depth: int) -> bool:
     text = ast.unparse(value)
     if "norm" in text or not depth:
         return False
-    names = {node.id for node in ast.walk(value) if isinstance(node, ast.Name)}
     return _GRADIENT_WORD.search(text) is not None or any(
-        _of_gradients(source, scope, depth - 1) for source in _sources(names, scope)
+        _of_gradients(source, scope, depth - 1) for source in _sources(names_in(value), scope)
     )
 
 
@@ -494,11 +483,8 @@ def mentions(at: Location, word: str) -> bool:
     inside = _around(at)
     for node in walk_scope(inside[-1].body if inside else ()):
         if isinstance(node, ast.Call) and covers(node, at.line):
-            values: list[ast.expr] = [*node.args, *(each.value for each in node.keywords)]
-            names = {
-                each.id for one in values for each in ast.walk(one) if isinstance(each, ast.Name)
-            }
-            values += [source for scope in inside for source in _sources(names, scope)]
+            values = values_of(node)
+            values += [each for scope in inside for each in _sources(names_in(*values), scope)]
             if any(word in ast.unparse(each).lower() for each in values):
                 return True
     return False
@@ -527,10 +513,7 @@ def without_join(run: Run, at: Location | None, fix: str) -> str:
 
 def takes_batch_sampler(at: Location) -> bool:
     """Return whether the call at a line passes a ``batch_sampler``, by its name."""
-    calls = [
-        node for node in nodes_of(at.path) if isinstance(node, ast.Call) and covers(node, at.line)
-    ]
-    return any(each.arg == "batch_sampler" for call in calls for each in call.keywords)
+    return any(each.arg == "batch_sampler" for call in calls_at(at) for each in call.keywords)
 
 
 # -- lines that write gradients, weights or hyper-parameters on some ranks only
@@ -566,6 +549,24 @@ def written_on_some_ranks(run: Run, what: WriteTarget) -> list[Location]:
     writes = (each for path in files_of(run) for each in _writes(path) if each.what == what)
     chains = (guarded_calls(run, each.location) for each in writes)
     return list(dict.fromkeys(chain[-1] for chain in chains if chain))
+
+
+def written_after(built: Location | None) -> Location | None:
+    """Return the only line after a model's wrap, in its function, that initializes weights."""
+    source = source_of(built.path) if built is not None else None
+    if built is None or source is None:
+        return None
+    writes = _writes(built.path)
+    writers = {each.function for each in writes if each.what == "weights"} - {""}
+    lines = {each.location.line for each in writes if each.what == "weights"}
+    scope = source.scope(built.line)
+    body = getattr(scope, "body", None) or getattr(tree_of(built.path), "body", [])
+    for node in walk_scope(body):
+        if isinstance(node, ast.Call) and (names_in(*node.args) | {last_name(node.func)}) & writers:
+            lines.add(node.lineno)
+    inside = {getattr(node, "lineno", 0) for node in walk_scope(body)}
+    after = sorted(line for line in lines & inside if line > built.line)
+    return Location(built.path, after[0]) if len(after) == 1 else None
 
 
 def guarded_calls(run: Run, at: Location) -> list[Location]:
@@ -690,7 +691,7 @@ def likely_written(lines: list[Location], what: str) -> Iterator[str]:
 def _writes(path: str) -> list[Write]:
     """Return the lines of a file that write, in their order."""
     found: dict[int, Write] = {}
-    for scope in _scopes(path):
+    for scope in scopes_of(path):
         function = "" if isinstance(scope, ast.Module) else scope.name
         for node in walk_scope(scope.body):
             what: WriteTarget | None = None

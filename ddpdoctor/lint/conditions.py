@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ddpdoctor.diagnose.source_files import FUNCTIONS, by_rank_alone, last_name, runs_on_one_rank
+from ddpdoctor.diagnose.rank_conditions import by_rank_alone, runs_on_one_rank
+from ddpdoctor.diagnose.source_files import FUNCTIONS, last_name
 from ddpdoctor.lint.calls import calls_in
 from ddpdoctor.lint.program import Code
 

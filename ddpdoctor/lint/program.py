@@ -15,16 +15,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
-from ddpdoctor.diagnose.source_files import (
-    FUNCTIONS,
-    LOOPS,
-    Loop,
-    Words,
-    discerns,
-    last_name,
-    runs_on_one_rank,
-    words_of,
-)
+from ddpdoctor.diagnose.rank_conditions import Words, discerns, runs_on_one_rank, words_of
+from ddpdoctor.diagnose.source_files import FUNCTIONS, LOOPS, Loop, last_name
 from ddpdoctor.lint.calls import argument_of, default_of, parameters_of, targets_of
 from ddpdoctor.lint.files import SourceFile
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import ast
 import re
 
+from ddpdoctor.diagnose.rank_conditions import OTHER_RANK
 from ddpdoctor.diagnose.source_files import last_name
 from ddpdoctor.lint.program import ENVIRONMENT, Code
 
 _WORLD = re.compile(r"world_?size|num_?(replicas|ranks|processes)|nprocs$", re.IGNORECASE)
-_OTHER = re.compile(
-    r"(lora|low|full|matrix|max|min|tensor|num|page)_?rank|ranking|ranked|ranker", re.IGNORECASE
-)
 
 
 def variable(code: Code, node: ast.AST) -> str:
@@ -111,7 +109,7 @@ def mentions_rank(code: Code, node: ast.AST) -> bool:
         name = last_name(each)
         if isinstance(each, ast.Constant) and isinstance(each.value, str):
             name = each.value if each.value in ("RANK", "LOCAL_RANK") else ""
-        if not name or _OTHER.search(name):
+        if not name or OTHER_RANK.search(name):
             continue
         if "rank" in name.lower() or name in code.words.numbers:
             return True

@@ -47,13 +47,7 @@ class HeadClock:
         self._samples: deque[Sample] = deque(maxlen=self.MAX_SAMPLES)
 
     def add(self, sent: int, received: int, now: int) -> None:
-        """Take in a ping's answer.
-
-        Args:
-            sent: When the ping was sent.
-            received: When the head received it, by the head's clock.
-            now: When the answer came.
-        """
+        """Take in a ping's answer. Only ``received`` is by the head's clock."""
         if now >= sent:
             self._samples.append(Sample(received - (sent + now) // 2, (now - sent) // 2))
 

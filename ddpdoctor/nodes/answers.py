@@ -17,12 +17,7 @@ from ddpdoctor.stacks.capture import capture
 
 
 class Answers:
-    """Answers questions about the ranks of a run directory.
-
-    Args:
-        directory: The run directory.
-        launcher: Process id of the job's command.
-    """
+    """Answers questions about the ranks of a run. ``launcher`` is the process id of its command."""
 
     def __init__(self, directory: Path, launcher: int) -> None:
         self._directory = directory

@@ -39,14 +39,7 @@ class NodeAnswer(NamedTuple):
 def ask(
     directory: Path, what: str, arguments: Mapping[str, Any], seconds: float
 ) -> list[NodeAnswer]:
-    """Ask all nodes, and return the answers that come in time.
-
-    Args:
-        directory: The run directory of the head.
-        what: ``examine`` or ``stacks``.
-        arguments: JSON that the question needs.
-        seconds: How long to wait.
-    """
+    """Ask all nodes to ``examine`` or for ``stacks``. Return the answers that come in time."""
     path = directory / SOCKET
     if not path.exists() or opening.stranger(directory) is not None:
         return []

@@ -82,10 +82,8 @@ class _Node:
 class DebugRelay:
     """Connects the debug gateway of this node with those of other nodes.
 
-    Args:
-        directory: The run directory.
-        admits: Let debuggers of the head attach to ranks of this node (``--debug-nodes``).
-            Otherwise whoever poses as the head could run code here.
+    ``admits`` lets debuggers of the head attach to ranks of this node (``--debug-nodes``).
+    Otherwise whoever poses as the head could run code here.
     """
 
     def __init__(self, directory: Path, *, admits: bool) -> None:
@@ -251,12 +249,9 @@ class DebugRelay:
     # -- connections
 
     def open(self, connection: socket.socket, question: Mapping[str, Any], data: bytes) -> None:
-        """Connect a debugger of this node to a rank of another one.
+        """Connect a debugger of this node to a rank of another one, and take over the connection.
 
-        Args:
-            connection: The gateway's connection, which is the relay's from now on.
-            question: ``node`` and ``index`` of the rank's port there.
-            data: The first bytes of the debugger.
+        The question holds ``node`` and ``index`` of the port there. ``data`` are the first bytes.
         """
         number = integer(question, "node")
         node = self._nodes.get(number)

@@ -21,7 +21,7 @@ from ddpdoctor.nodes import store
 from ddpdoctor.nodes.alignment import dumped, parsed
 from ddpdoctor.nodes.answers import Answers
 from ddpdoctor.nodes.debug_relay import DebugRelay
-from ddpdoctor.nodes.head import SILENT, Head, Invitation, invitation_line
+from ddpdoctor.nodes.head import SILENT_TIMEOUT, Head, Invitation, invitation_line
 from ddpdoctor.nodes.member import Member
 from ddpdoctor.nodes.messages import Began
 from ddpdoctor.run.journal import Journal
@@ -103,7 +103,20 @@ class Exchange:
             elif "end" in found:
                 if found.get("hangs") and self._head is not None:
                     self._head.end_hang()
-                self._end(found["end"])
+                status = found["end"]
+                began = time.monotonic()
+                if self._member is not None:
+                    self._member.finish(status, FAILED_TIMEOUT if status else END_TIMEOUT)
+                    self._tell()
+                while self._head is not None and self._head.waits_for:
+                    passed = time.monotonic() - began
+                    # If the job failed, a lost node may be the reason.
+                    if passed > LEAVE_TIMEOUT and (
+                        status == 0 or passed > SILENT_TIMEOUT or not self._head.doubts
+                    ):
+                        break
+                    self.turn(0.05)
+                self.ended = True
 
     def _begin(self, attempt: Attempt) -> None:
         self._attempt = attempt
@@ -119,20 +132,6 @@ class Exchange:
         if self._member is not None and attempt.time:
             self._member.began(began)
         self._due = 0.0
-
-    def _end(self, status: int | None) -> None:
-        """Exchange the last records. The job's command has ended on this node."""
-        began = time.monotonic()
-        if self._member is not None:
-            self._member.finish(status, FAILED_TIMEOUT if status else END_TIMEOUT)
-            self._tell()
-        while self._head is not None and self._head.waits_for:
-            passed = time.monotonic() - began
-            # If the job failed, a lost node may be the reason.
-            if passed > LEAVE_TIMEOUT and (status == 0 or passed > SILENT or not self._head.doubts):
-                break
-            self.turn(0.05)
-        self.ended = True
 
     def _tell(self) -> None:
         """Tell the supervisor how the link is, and record it."""

@@ -39,10 +39,10 @@ from ddpdoctor.system import process_activity
 from ddpdoctor.system.proc import pause
 from ddpdoctor.system.process_activity import CpuTimes, read_cpu_times
 
-BETWEEN = 1.0  # Seconds over which CPU time and bytes are compared
+COMPARED_SECONDS = 1.0  # Seconds over which CPU time and bytes are compared
 
 STACKS_TIMEOUT = 3.0
-"""Seconds to wait for stacks, and then, after `BETWEEN`, for the Flight Recorders' answers."""
+"""Seconds to wait for stacks, and, `COMPARED_SECONDS` later, for the Flight Recorders' answers."""
 
 MAX_CALLS = 24  # Collectives of a ring that are kept
 
@@ -93,7 +93,7 @@ def examine(
     found = {rank.rank: _of_rank(run, rank) for rank in run.last}
     # Ranks that answered late for want of a core are given as much time again.
     least = time.monotonic() - STACKS_TIMEOUT / 2
-    deadline = max(looked.began + BETWEEN, least) + STACKS_TIMEOUT
+    deadline = max(looked.began + COMPARED_SECONDS, least) + STACKS_TIMEOUT
     asked = [rank for rank in local if rank.exit is None]
     answers = flights(run, asked, number, deadline)
     kept = around({each: answers[each].entries or () for each in answers})
@@ -135,7 +135,7 @@ def of_other_nodes(run: Run, number: int) -> Callable[[], dict[int, RankEvidence
 
     def ask() -> None:
         # A node needs the same time as this one, and the link some more.
-        seconds = BETWEEN + 3 * STACKS_TIMEOUT
+        seconds = COMPARED_SECONDS + 3 * STACKS_TIMEOUT
         for answer in asking.ask(run.path, "examine", {"number": number}, seconds):
             for each in answer.found if isinstance(answer.found, list) else ():
                 if isinstance(each, dict):
@@ -216,7 +216,7 @@ def _look(
         if each.state.letter:
             # A process that is not yet a rank. On another host the same pid is another process.
             samples.setdefault(each.rank, process_activity.sample(each.pid))
-    pause(max(0.0, began + BETWEEN - time.monotonic()))
+    pause(max(0.0, began + COMPARED_SECONDS - time.monotonic()))
     # A rank that did not answer a moment ago would cost the timeout once more.
     answered = [rank for rank, each in stacks.items() if each.threads and not each.note]
     suspects = [rank for rank in answered if rank not in waiting and not stacks[rank].gil_held]
@@ -228,13 +228,7 @@ def _look(
 def look_again(
     run: Run, evidence: MutableMapping[int, RankEvidence], seen: dict[int, Seen]
 ) -> None:
-    """Bring up to date what can be without asking the ranks for anything.
-
-    Args:
-        run: A new snapshot of the run.
-        evidence: The evidence of an examination, by rank. On return, that of now.
-        seen: The processes as they were then. On return, as they are now.
-    """
+    """Update evidence and processes with a new snapshot, without asking the ranks for anything."""
     for rank in run.last:
         if rank.rank in evidence:
             evidence[rank.rank] = _of_rank(run, rank, evidence[rank.rank])
@@ -272,10 +266,7 @@ def _since(
 
 
 def _workers(stacks: RankStacks) -> list[RankStacks]:
-    """Return what py-spy, if installed, sees of the DataLoader workers that a rank waits for.
-
-    No process is held.
-    """
+    """Return what py-spy, if installed, sees of the loader workers that a rank waits for."""
     main = stacks.main
     waits = main is not None and any(
         "torch/utils/data/dataloader.py" in frame.path and "get_data" in frame.function
@@ -308,11 +299,7 @@ def add_native(
 ) -> None:
     """Add native frames to the stacks of some ranks. Each is held for a second or two.
 
-    Args:
-        evidence: The evidence of an examination, by rank.
-        ranks: The ranks to look at.
-        known: Their stacks when this was done before, by rank. A rank that has not moved since is
-            not held again.
+    A rank that has not moved since its ``known`` stack was taken is not held again.
     """
     stacked = []
     for number, each in evidence.items():
@@ -380,7 +367,7 @@ def _shortened(stacks: RankStacks, threads: int = MAX_THREADS) -> RankStacks:
 
 # -- Flight Recorders
 
-BEFORE, AFTER = 24, 8
+CALLS_BEFORE, CALLS_AFTER = 24, 8
 """Calls of a group that are kept before and after the first one that some rank has not done."""
 
 NEWEST_ENTRIES = 24  # Calls of a group that are kept in any case
@@ -391,14 +378,7 @@ _NO_ANSWER = FlightAnswer(trouble="did not answer")
 def flights(
     run: Run, ranks: Iterable[Rank], number: int, deadline: float
 ) -> dict[int, FlightAnswer]:
-    """Wait for the ranks to write down their Flight Recorders.
-
-    Args:
-        run: A snapshot of the run.
-        ranks: The ranks of this host that live.
-        number: The number of the examination.
-        deadline: Monotonic seconds.
-    """
+    """Wait until a monotonic deadline for live ranks of this host to write Flight Recorders."""
     found: dict[int, FlightAnswer] = {}
     paths = {
         rank.rank: run.path / f"{rank_stem(rank.rank, rank.restart)}.flight.json" for rank in ranks
@@ -422,9 +402,6 @@ def around(recorded: Mapping[int, Sequence[FlightCall]]) -> dict[int, tuple[Flig
 
     A rank that skipped a call goes on as far as its device's queue reaches, for dozens of calls.
     Its newest calls may be unknown to the others.
-
-    Args:
-        recorded: All calls of each rank, in their order.
     """
     groups: dict[int, dict[tuple[str, str], list[FlightCall]]] = {}
     first: dict[tuple[str, str], int] = {}
@@ -452,5 +429,5 @@ def _kept(calls: list[FlightCall], first: int | None) -> list[FlightCall]:
     older, newest = calls[:-NEWEST_ENTRIES], calls[-NEWEST_ENTRIES:]
     if first is None:
         return newest
-    wanted = range(first - BEFORE, first + AFTER)
+    wanted = range(first - CALLS_BEFORE, first + CALLS_AFTER)
     return [*(each for each in older if each.sequence in wanted), *newest]

@@ -51,7 +51,7 @@ from ddpdoctor.run.records.base import Part, Record, as_json
 from ddpdoctor.run.records.base import dataclass as record
 from ddpdoctor.run.records.supervisor import NodeRecord
 
-SILENT = 10.0  # Seconds without a message after which a node is lost
+SILENT_TIMEOUT = 10.0  # Seconds without a message after which a node is lost
 MAX_NODES = 4096
 MAX_ADDRESSES = 16
 MAX_QUESTION = 64 << 10  # Bytes of a question
@@ -123,11 +123,7 @@ class _Asker:
 class Head:
     """Takes the records of all nodes, and passes requests and questions on to them.
 
-    Args:
-        directory: The run directory.
-        journal_bytes: Maximum bytes of the journal of a rank.
-        preferred: The host under which the job's ranks reach this node.
-        relay: Takes the messages about debuggers.
+    The job's ranks reach this node under the ``preferred`` host.
 
     Raises:
         OSError: The run directory cannot be used.
@@ -193,7 +189,7 @@ class Head:
     def doubts(self) -> bool:
         """Whether a node may be lost: it has missed two pings, and it is not sure yet."""
         now = time.monotonic()
-        return any(now - each.heard > SILENT / 4 for each in self._linked())
+        return any(now - each.heard > SILENT_TIMEOUT / 4 for each in self._linked())
 
     # -- messages
 
@@ -351,7 +347,7 @@ class Head:
         """Do what is due: lost nodes, new requests of the supervisor, late answers."""
         now = time.monotonic()
         for peer in self._peers.values():
-            if not peer.left and not peer.lost and now - peer.heard > SILENT:
+            if not peer.left and not peer.lost and now - peer.heard > SILENT_TIMEOUT:
                 peer.lost = True
                 self._note(peer, "lost")
                 self._relay.gone(peer.number, f"the link to {peer.host} is lost")

@@ -49,7 +49,7 @@ SHIP_EVERY = 1.0  # Seconds between two messages with files
 PING_EVERY = 1.0
 FIRST_PINGS = 8  # Pings in quick succession, after which the clock is known
 MAX_PENDING = 4  # Messages with files that the head has not taken yet
-LOST = 15.0  # Seconds without a message after which the head is lost
+LOST_TIMEOUT = 15.0  # Seconds without a message after which the head is lost
 CONNECT_TIMEOUT = 1.5  # Seconds to try one address of the head
 WELCOME_TIMEOUT = 20.0  # Seconds for the head to accept a connection
 MAX_QUESTIONS = 8  # Questions that are answered at a time
@@ -129,18 +129,15 @@ class Member:
             link.make_client(self._socket, invitation.secret, self._identity)
             self._socket.connect(link.endpoint(address, invitation.port))
             self._since = time.monotonic()
-            self._hello()
-            return
-
-    def _hello(self) -> None:
-        self._send(
-            Hello(
-                protocol=PROTOCOL,
-                host=socket.gethostname(),
-                directory=str(self._directory),
-                version=__version__,
+            self._send(
+                Hello(
+                    protocol=PROTOCOL,
+                    host=socket.gethostname(),
+                    directory=str(self._directory),
+                    version=__version__,
+                )
             )
-        )
+            return
 
     def _disconnect(self) -> None:
         if self._socket is not None:
@@ -177,7 +174,18 @@ class Member:
 
     def _handle(self, message: Record, blob: bytes) -> None:
         if isinstance(message, Welcome):
-            self._welcome(message)
+            if message.protocol != PROTOCOL:
+                self._disconnect()
+                self._refused = True
+                return
+            self.head = message
+            self._taken(message.taken)
+            self._asked = set(self._attempts)
+            # The head has not seen these: the connection was lost.
+            for _, frames in self._pending:
+                self._send_frames(frames)
+            self._announced = None
+            self._relay.joined(HEAD, message.host, self._send)
         elif isinstance(message, Pong):
             self._clock.add(message.sent, message.received, time.time_ns())
         elif isinstance(message, Numbered):
@@ -187,7 +195,11 @@ class Member:
         elif isinstance(message, Request):
             self._request(message.name, blob)
         elif isinstance(message, Question):
-            self._ask(message, opening.loads(blob))
+            content = opening.loads(blob)
+            if self._working < MAX_QUESTIONS:
+                self._working += 1
+                arguments = (message.number, message.what, content)
+                threading.Thread(target=self._work, args=arguments, daemon=True).start()
         elif isinstance(message, EndHang):
             self.hangs = True
         elif isinstance(message, Over):
@@ -198,20 +210,6 @@ class Member:
                 self._disconnect()
         elif isinstance(message, ForDebuggers):
             self._relay.take(HEAD, message, blob)
-
-    def _welcome(self, message: Welcome) -> None:
-        if message.protocol != PROTOCOL:
-            self._disconnect()
-            self._refused = True
-            return
-        self.head = message
-        self._taken(message.taken)
-        self._asked = set(self._attempts)
-        # The head has not seen these: the connection was lost.
-        for _, frames in self._pending:
-            self._send_frames(frames)
-        self._announced = None
-        self._relay.joined(HEAD, message.host, self._send)
 
     def _taken(self, number: int) -> None:
         while self._pending and self._pending[0][0] <= number:
@@ -231,13 +229,6 @@ class Member:
                 os.pwrite(file.fileno(), content, 0)
         self._shipment.hurry()
         self._due = time.monotonic() + SHIP_EVERY / 4
-
-    def _ask(self, question: Question, arguments: Any) -> None:
-        """Answer a question in a thread, since that takes seconds."""
-        if self._working < MAX_QUESTIONS:
-            self._working += 1
-            arguments = (question.number, question.what, arguments)
-            threading.Thread(target=self._work, args=arguments, daemon=True).start()
 
     def _work(self, number: int, what: str, arguments: Any) -> None:
         found = None
@@ -269,7 +260,7 @@ class Member:
         if self.head is None and now - self._since > WELCOME_TIMEOUT:
             self._connect()
             return
-        if self.head is not None and now - self._heard > LOST:
+        if self.head is not None and now - self._heard > LOST_TIMEOUT:
             self.head = None
             self._relay.gone(HEAD, "")
             self._tried = deque(self.invitation.addresses if self.invitation else ())
@@ -332,10 +323,7 @@ class Member:
     # -- the end
 
     def finish(self, status: int | None, seconds: float) -> None:
-        """Send what is left, since the job's command has ended on this node.
-
-        A head that does not take it in time is lost.
-        """
+        """Send what is left once the job's command has ended, unless the head takes too long."""
         deadline = time.monotonic() + seconds
         self._shipment.ended = True
         self._shipment.hurry()

@@ -33,12 +33,7 @@ class RefusedError(Exception):
 
 
 class Mirror:
-    """The files of all other nodes.
-
-    Args:
-        directory: The run directory of the head.
-        journal_bytes: Maximum bytes of the journal of a rank.
-    """
+    """The files of all other nodes, in the head's run directory."""
 
     def __init__(self, directory: Path, journal_bytes: int) -> None:
         self._directory = directory
@@ -47,12 +42,7 @@ class Mirror:
         self._journals: dict[str, Journal] = {}
 
     def take(self, node: int, pieces: Sequence[Piece], contents: bytes) -> None:
-        """Write what a node sent.
-
-        Args:
-            node: The node's number on this head.
-            pieces: The parts of files.
-            contents: Their bytes, one after the other.
+        """Write the parts of files that a node sent one after the other.
 
         Raises:
             RefusedError: A name, a size or an owner is wrong. All other pieces are written.
@@ -80,7 +70,10 @@ class Mirror:
         if self._owners.setdefault(name, node) != node:
             raise RefusedError(f"{name} belongs to another node")
         if piece.append:
-            self._append(name, path, data)
+            journal = self._journals.get(name)
+            if journal is None:
+                journal = self._journals[name] = Journal(str(path), self._journal_bytes)
+            journal.write(data.splitlines(keepends=True))
         elif len(data) > limit:
             raise RefusedError(f"{name} is too large")
         elif limit in (PAGE_SIZE, RING_SIZE):
@@ -122,12 +115,6 @@ class Mirror:
     def _is_of_this_host(self, name: str) -> bool:
         """Return whether the supervisor here writes the file, since both are on one machine."""
         return name not in self._owners and (self._directory / name).exists()
-
-    def _append(self, name: str, path: Path, data: bytes) -> None:
-        journal = self._journals.get(name)
-        if journal is None:
-            journal = self._journals[name] = Journal(str(path), self._journal_bytes)
-        journal.write(data.splitlines(keepends=True))
 
     def _overwrite(self, path: Path, data: bytes, size: int) -> None:
         """Replace the content of a mapped file in place, since readers may have it open."""

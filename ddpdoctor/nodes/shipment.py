@@ -117,11 +117,7 @@ def _segment(path: Path) -> int | None:
 
 
 class Shipment:
-    """Collects what is new in a run directory.
-
-    Args:
-        directory: The run directory of the node.
-    """
+    """Collects what is new in a node's run directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -164,7 +160,9 @@ class Shipment:
                     yield sent, b"".join(lines), True
             elif GPUS.fullmatch(name) or name == CODE:
                 yield from self._whole(name, WHOLE_EVERY, opening.MOST_TEXT)
-        yield from self._stderr()
+        name = STDERR if (self._directory / STDERR).exists() else STDERR_SO_FAR
+        for _, data, append in self._whole(name, 0 if self.ended else RING_EVERY, MAX_STDERR):
+            yield STDERR, data, append
 
     def _of_rank(
         self, name: str, restart: int, kind: str, alignment: Alignment
@@ -223,11 +221,6 @@ class Shipment:
             return
         self._sent[name] = mark
         yield name, data, False
-
-    def _stderr(self) -> Iterator[tuple[str, bytes, bool]]:
-        name = STDERR if (self._directory / STDERR).exists() else STDERR_SO_FAR
-        for _, data, append in self._whole(name, 0 if self.ended else RING_EVERY, MAX_STDERR):
-            yield STDERR, data, append
 
     def _lines(self, name: str, alignment: Alignment, *, limited: bool) -> list[bytes]:
         tail = self._tails.get(name)

@@ -18,7 +18,7 @@ from ddpdoctor.run.records.process import StoreRecord
 TIMEOUT = 5.0  # Seconds for the store to respond
 MAX_VALUE = 64 << 10  # Bytes of a value
 
-_VALIDATE, _SET, _GET, _CHECK = 0, 1, 3, 5
+_VALIDATE, _SET, _GET, _CHECK, _COUNT_KEYS = 0, 1, 3, 5, 7
 _MAGIC = 0x3C85F7CE
 _READY = 0
 _LENGTH = struct.Struct("<Q")
@@ -36,7 +36,7 @@ def read(store: StoreRecord, key: str) -> bytes | None:
         except FileNotFoundError:
             return None
     name = _text(f"/{key}".encode())
-    with _connection(store) as connection:
+    with _connection(store.host, store.port) as connection:
         connection.sendall(bytes([_CHECK]) + _LENGTH.pack(1) + name)
         if _exactly(connection, 1)[0] != _READY:
             return None
@@ -61,7 +61,7 @@ def write(store: StoreRecord, key: str, value: bytes) -> None:
         os.replace(fresh, path)
         return
     name = _text(f"/{key}".encode())
-    with _connection(store) as connection:
+    with _connection(store.host, store.port) as connection:
         # The check's response shows that the value has arrived: a store works in order.
         connection.sendall(bytes([_SET]) + name + _text(value))
         connection.sendall(bytes([_CHECK]) + _LENGTH.pack(1) + name)
@@ -80,8 +80,19 @@ def _beside(store: StoreRecord) -> str:
     return f"{store.file}.ddpdoctor"
 
 
-def _connection(store: StoreRecord) -> socket.socket:
-    connection = socket.create_connection((store.host, store.port), TIMEOUT)
+def responds(port: int, seconds: float = 1.0) -> bool:
+    """Return whether a store at a port of this machine tells its number of keys."""
+    try:
+        with _connection("127.0.0.1", port, seconds) as connection:
+            connection.sendall(bytes([_COUNT_KEYS]))
+            (keys,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    except OSError:
+        return False
+    return bool(keys < 1 << 40)
+
+
+def _connection(host: str, port: int, seconds: float = TIMEOUT) -> socket.socket:
+    connection = socket.create_connection((host, port), seconds)
     try:
         connection.sendall(bytes([_VALIDATE]) + struct.pack("<I", _MAGIC))
     except OSError:

@@ -123,7 +123,7 @@ class Skip(Exception):
 
 
 def finding(severity: Severity, message: str, *, fix: str, paste: str, **more: Any) -> Finding:
-    """Return a finding with a line to ``paste`` that does its ``fix``, without its code."""
+    """Return a finding without its code. ``paste`` is the line that applies its ``fix``."""
     return Finding("", severity, message, fix=fix, paste=paste, **more)
 
 

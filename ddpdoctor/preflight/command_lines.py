@@ -118,10 +118,7 @@ def meeting_point(place: NodePlace, situation: Situation) -> tuple[str, str]:
 
 
 def open_port(port: int, address: str) -> str:
-    """Return the line that opens a port in a machine's own firewall.
-
-    The address tells IPv4 from IPv6, which has its own rules.
-    """
+    """Return the line that opens a port in a machine's own firewall, for IPv4 or IPv6."""
     return typed("sudo {} -I INPUT -p tcp --dport {} -j ACCEPT", _tables(address), port)
 
 

@@ -17,9 +17,6 @@ from typing import Any, Literal, TypeVar
 
 from ddpdoctor.system.nvml import Choice, GpuFacts, choice, read_health
 
-# -- what every check is given: options, environment, machine, time left, and this node's place
-
-
 # -- time limits
 
 
@@ -56,10 +53,7 @@ class Deadline:
 
 @contextlib.contextmanager
 def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Kill a process and everything it started when the block ends.
-
-    Start it with ``start_new_session=True``.
-    """
+    """Kill a process that leads a session, and all that it started, when the block ends."""
     try:
         yield
     finally:

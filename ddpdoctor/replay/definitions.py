@@ -18,11 +18,7 @@ _KEPT = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.
 
 
 class Definitions:
-    """What a script declares, executed when it is first needed.
-
-    Args:
-        script: Its path.
-    """
+    """What a script declares, executed when it is first needed."""
 
     def __init__(self, script: str) -> None:
         self.script = script
@@ -36,20 +32,18 @@ class Definitions:
             Exception: An import of the script fails, whatever that raises.
         """
         if self._module is None:
-            self._module = _executed(self.script)
+            tree = ast.parse(Path(self.script).read_bytes(), self.script)
+            tree.body = [
+                each for each in tree.body if isinstance(each, _KEPT) or _is_constant(each)
+            ]
+            module = ModuleType(MODULE)
+            module.__file__ = self.script
+            exec(compile(tree, self.script, "exec", dont_inherit=True), module.__dict__)
+            self._module = module
         found: Any = self._module
         for part in name.split("."):
             found = getattr(found, part)
         return found
-
-
-def _executed(script: str) -> ModuleType:
-    tree = ast.parse(Path(script).read_bytes(), script)
-    tree.body = [each for each in tree.body if isinstance(each, _KEPT) or _is_constant(each)]
-    module = ModuleType(MODULE)
-    module.__file__ = script
-    exec(compile(tree, script, "exec", dont_inherit=True), module.__dict__)
-    return module
 
 
 def _is_constant(statement: ast.stmt) -> bool:

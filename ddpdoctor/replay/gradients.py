@@ -43,9 +43,7 @@ class Comparison:
     """The reduced gradient of a step against the average of the ranks' gradients.
 
     Attributes:
-        step: The step.
         ranks: Number of ranks whose step was computed again.
-        world_size: Number of ranks of the job.
         forwards: Forwards of a rank in the step.
         parameters: Number of compared parameters.
         different: Those that differ, in the order of the model.

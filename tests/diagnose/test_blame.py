@@ -20,7 +20,7 @@ from ddpdoctor.diagnose.collectives.collective_mismatch import (
 )
 from ddpdoctor.diagnose.collectives.mismatch_findings import mismatch_finding
 from ddpdoctor.diagnose.collectives.recorded_calls import Call
-from ddpdoctor.diagnose.source_files import (
+from ddpdoctor.diagnose.rank_conditions import (
     discerns,
     guards_of,
     is_plain,

@@ -9,14 +9,8 @@ import pytest
 import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose import source_files
-from ddpdoctor.diagnose.source_files import (
-    constant_while,
-    guards_of,
-    only_sleeps,
-    rank_guard,
-    ranks_at,
-    statement,
-)
+from ddpdoctor.diagnose.rank_conditions import guards_of, rank_guard, ranks_at
+from ddpdoctor.diagnose.source_files import constant_while, only_sleeps, statement
 
 # -- the source
 

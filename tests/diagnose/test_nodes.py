@@ -52,6 +52,18 @@ def test_equal_versions_and_what_a_node_does_not_know_are_no_difference(written:
     assert differing(written, python="3.11.2", nccl="", driver="") == []
 
 
+@pytest.mark.parametrize(
+    ("name", "differs"),
+    [("NCCL_ALGO", True), ("NCCL_SOCKET_IFNAME", False), ("NCCL_IB_GID_INDEX", False)],
+)
+def test_variables_that_name_devices_may_differ(written: Written, name: str, differs: bool) -> None:
+    for rank in range(3):
+        variables = {name: "3" if rank == 1 else "1"}
+        opened = {"host": f"node{rank}", "versions": SAME, "variables": variables}
+        written.rank(rank, [], opened=opened)
+    assert bool([each for each in written.findings() if each.code == "DDP057"]) is differs
+
+
 def test_other_gpus_are_an_info(written: Written) -> None:
     for rank in range(3):
         model = DdpRecord(device_name="NVIDIA A100" if rank == 2 else "NVIDIA H100")

@@ -15,7 +15,7 @@ import pytest
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.hangs.process_activity import MIN_STEADY
-from ddpdoctor.nodes.hang_examination import AFTER, BEFORE, NEWEST_ENTRIES, around
+from ddpdoctor.nodes.hang_examination import CALLS_AFTER, CALLS_BEFORE, NEWEST_ENTRIES, around
 from ddpdoctor.probe.observers.collective_calls import reported_calls
 from ddpdoctor.run.records.base import as_json
 from ddpdoctor.run.records.supervisor import FlightCall
@@ -150,7 +150,10 @@ def test_calls_of_every_group_are_kept_around_the_one_that_hangs() -> None:
     numbers = {
         group: [each.sequence for each in found[1] if each.group == group] for group in ("0", "one")
     }
-    assert numbers["0"] == [*range(130 - BEFORE, 130 + AFTER), *range(301 - NEWEST_ENTRIES, 301)]
+    assert numbers["0"] == [
+        *range(130 - CALLS_BEFORE, 130 + CALLS_AFTER),
+        *range(301 - NEWEST_ENTRIES, 301),
+    ]
     # Nothing hangs there.
     assert numbers["one"] == [*range(201 - NEWEST_ENTRIES, 201)]
     assert [each.sequence for each in found[0] if each.group == "0"][-1] == 130

@@ -268,7 +268,7 @@ def test_nothing_is_drawn_and_the_budget_may_end_in_the_middle(
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3, raising=False)
     observer = random_numbers.RandomNumbers(a_rank(lines, Purse(1)))
     monkeypatch.setattr(observer, "rest", lambda *_: None)
-    for _ in range(random_numbers.LAST):
+    for _ in range(random_numbers.LAST_FORWARD):
         observer.batch_fetched(None, None)
         observer.forward_begins(Model(), True)
         observer.backward_begins()
@@ -278,7 +278,7 @@ def test_nothing_is_drawn_and_the_budget_may_end_in_the_middle(
     assert (line["kind"], line["rank"]) == ("random", 3)
     observer = random_numbers.RandomNumbers(a_rank(lines, purse := Purse(1)))
     monkeypatch.setattr(observer, "rest", lambda *_: None)
-    for _ in range(random_numbers.FIRST):
+    for _ in range(random_numbers.FIRST_FORWARD):
         observer.forward_begins(Model(), True)
         observer.backward_begins()
     purse.held = 0

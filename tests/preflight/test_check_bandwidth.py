@@ -11,7 +11,7 @@ import pytest
 from ddpdoctor.preflight.check import Outcome, Status
 from ddpdoctor.preflight.machine.network import Interface, interfaces
 from ddpdoctor.preflight.nodes import attendance, reductions
-from ddpdoctor.preflight.protocol import meet
+from ddpdoctor.preflight.protocol import facts
 from ddpdoctor.preflight.protocol.joining import Problem
 from ddpdoctor.preflight.protocol.meet import Meeting, meet_or_fail, meeting_of
 from ddpdoctor.preflight.protocol.messages import Facts, Node, Reduction, Report, Speeds
@@ -59,34 +59,34 @@ def card(sys: Path, name: str, driver: str, speed: str) -> None:
 
 def test_gpus_on_nvlink_or_else_on_pcie(tmp_path: Path) -> None:
     all_wired = machine(tmp_path, *(gpu(i, links=(True,) * 18) for i in range(4)), wired=True)
-    assert meet.intra_node_capacity(all_wired) == meet.LinkCapacity("18 NVLinks", 360e9)
+    assert facts.intra_node_capacity(all_wired) == facts.LinkCapacity("18 NVLinks", 360e9)
     # Bridges of pairs: a ring through all four goes over PCIe, whose generation rests when idle.
     bridged = machine(tmp_path, *(gpu(i, links=(True,) * 4) for i in range(4)))
-    found = meet.intra_node_capacity(bridged)
+    found = facts.intra_node_capacity(bridged)
     assert (found.link, round(found.speed / 1e9)) == ("PCIe 5 x16", 63)
-    assert meet.intra_node_capacity(machine(tmp_path, gpu(0))).speed == 0
+    assert facts.intra_node_capacity(machine(tmp_path, gpu(0))).speed == 0
 
 
 def test_a_real_network_card_is_believed_and_a_virtual_one_is_not(tmp_path: Path) -> None:
     card(tmp_path, "eth0", "mlx5_core", "100000")
-    found = meet.inter_node_capacity(machine(tmp_path))
-    assert found == meet.LinkCapacity("eth0, 100 Gbit/s", 12.5e9)
+    found = facts.inter_node_capacity(machine(tmp_path))
+    assert found == facts.LinkCapacity("eth0, 100 Gbit/s", 12.5e9)
     for name, driver, speed, why in (
         ("eth1", "virtio_net", "10000", "eth1 is virtual"),
         ("eth2", "hv_netvsc", "50000", "eth2 is virtual"),
         ("eth3", "ixgbe", "-1", "eth3 does not report its speed"),
     ):
         card(tmp_path, name, driver, speed)
-        assert meet.interface_speed(tmp_path, name) == meet.LinkCapacity(why)
+        assert facts.interface_speed(tmp_path, name) == facts.LinkCapacity(why)
     write(tmp_path / "class" / "net" / "veth7", speed="10000")
-    unknown = meet.interface_speed(tmp_path, "veth7")
-    assert unknown == meet.LinkCapacity("veth7 is virtual")
+    unknown = facts.interface_speed(tmp_path, "veth7")
+    assert unknown == facts.LinkCapacity("veth7 is virtual")
     bond = tmp_path / "class" / "net" / "bond0"
     write(bond, speed="200000")
     write(bond / "bonding", slaves="eth0")
-    assert meet.interface_speed(tmp_path, "bond0").speed == 25e9
+    assert facts.interface_speed(tmp_path, "bond0").speed == 25e9
     write(bond / "bonding", slaves="eth0 eth1")
-    assert meet.interface_speed(tmp_path, "bond0").speed == 0
+    assert facts.interface_speed(tmp_path, "bond0").speed == 0
 
 
 def test_the_slowest_active_port_of_infiniband(tmp_path: Path) -> None:
@@ -100,10 +100,10 @@ def test_the_slowest_active_port_of_infiniband(tmp_path: Path) -> None:
           rate="10 Gb/sec (4X SDR)")  # fmt: skip
     write(ports / "rdmap0" / "ports" / "1", state="4: ACTIVE", link_layer="Unspecified",
           rate="100 Gb/sec")  # fmt: skip
-    found = meet.inter_node_capacity(machine(tmp_path))
-    assert found == meet.LinkCapacity("InfiniBand mlx5_1, 200 Gbit/s", 25e9)
-    without = meet.inter_node_capacity(machine(tmp_path, NCCL_IB_DISABLE="1"))
-    assert without == meet.LinkCapacity("eth0, 10 Gbit/s", 1.25e9)
+    found = facts.inter_node_capacity(machine(tmp_path))
+    assert found == facts.LinkCapacity("InfiniBand mlx5_1, 200 Gbit/s", 25e9)
+    without = facts.inter_node_capacity(machine(tmp_path, NCCL_IB_DISABLE="1"))
+    assert without == facts.LinkCapacity("eth0, 10 Gbit/s", 1.25e9)
 
 
 # What came of the collectives.

@@ -20,15 +20,16 @@ from ddpdoctor.preflight.nodes import agreement
 from ddpdoctor.preflight.nodes.reductions import Blame, blame
 from ddpdoctor.preflight.protocol import pairs, wire
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, listen
+from ddpdoctor.preflight.protocol.facts import gather_facts
 from ddpdoctor.preflight.protocol.joining import (
     CallError,
     Goal,
     Problem,
     call_once,
     join,
-    side_doors,
+    spare_ports,
 )
-from ddpdoctor.preflight.protocol.meet import Meeting, Worker, gather_facts, meet_or_fail
+from ddpdoctor.preflight.protocol.meet import Meeting, Worker, meet_or_fail
 from ddpdoctor.preflight.protocol.messages import (
     Caller,
     Facts,
@@ -270,7 +271,7 @@ def test_a_closed_port_is_known_by_the_side_door_that_is_open() -> None:
 
     problem, port, blocked = asyncio.run(meet())
     assert (problem.kind, problem.address) == ("refused", "127.0.0.1")
-    assert problem.door in side_doors(wire.key_of("job7"), port)
+    assert problem.spare in spare_ports(wire.key_of("job7"), port)
     assert [(each.host, each.rank, each.kind) for each in blocked] == [("node1", 1, "refused")]
 
 
@@ -334,12 +335,12 @@ def test_a_node_does_not_wait_for_its_ranks_when_node_0_is_gone() -> None:
 
 
 def test_side_doors_follow_from_the_id_and_the_port() -> None:
-    doors = side_doors(wire.key_of("job7"), 29500)
-    assert doors == side_doors(wire.key_of("job7"), 29500)
-    assert len(doors) == 3 and all(32768 <= door <= 60999 for door in doors)
-    assert not set(doors) & {
-        *side_doors(wire.key_of("job8"), 29500),
-        *side_doors(wire.key_of("job7"), 29501),
+    spares = spare_ports(wire.key_of("job7"), 29500)
+    assert spares == spare_ports(wire.key_of("job7"), 29500)
+    assert len(spares) == 3 and all(32768 <= spare <= 60999 for spare in spares)
+    assert not set(spares) & {
+        *spare_ports(wire.key_of("job8"), 29500),
+        *spare_ports(wire.key_of("job7"), 29501),
     }
 
 

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from ddpdoctor.nodes import store
 from ddpdoctor.preflight.check import Outcome, Status
-from ddpdoctor.preflight.machine import launch_environment, network, own_address, software
+from ddpdoctor.preflight.machine import network, own_address, software
 from ddpdoctor.preflight.machine.network import (
     Interface,
     Lookup,
@@ -343,7 +344,7 @@ def test_only_node_zero_listens(doctor: Doctor, taken: int) -> None:
 
 
 def test_a_silent_process_is_not_taken_for_a_store(taken: int) -> None:
-    assert not launch_environment.speaks_store(taken, seconds=0.2)
+    assert not store.responds(taken, 0.2)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="setpriv needs the superuser")

@@ -81,9 +81,9 @@ def test_to_follow_the_first_steps_costs_no_diagnosis_its_turn(now: list[int]) -
 def test_other_diagnoses_leave_a_part_of_the_credit_for_samples(now: list[int]) -> None:
     budget = Budget(0.1)
     budget.spend(budget.left())
-    assert (budget.left(), budget.left(samples=True)) == (0, accounts.KEPT)
+    assert (budget.left(), budget.left(samples=True)) == (0, accounts.SAMPLES_RESERVE_NS)
     with budget.spending(samples=True):
-        budget.spend(accounts.KEPT - 7, samples=True)
+        budget.spend(accounts.SAMPLES_RESERVE_NS - 7, samples=True)
         now[0] += 3
     budget.spend(20, samples=True)
     assert budget.left() == budget.left(samples=True) < 0
@@ -102,7 +102,7 @@ def test_a_budget_tells_what_was_spent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(accounts, "_now", lambda: next(clock))
     purse = Budget(1)
     purse.spend(5_000_000)
-    earned = 20_000_000 - 20_000_000 // accounts.UNSEEN
-    kept = accounts.KEPT
-    assert purse.left() == accounts.AHEAD // 100 + earned - 5_000_000 - kept
+    earned = 20_000_000 - 20_000_000 // accounts.UNMEASURED_DIVISOR
+    kept = accounts.SAMPLES_RESERVE_NS
+    assert purse.left() == accounts.CREDIT_NS // 100 + earned - 5_000_000 - kept
     assert purse.account() == (6_666_666, 0, 4 * 10**9), "with what no clock shows"

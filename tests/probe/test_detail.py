@@ -50,9 +50,9 @@ def test_the_first_steps_are_all_seen() -> None:
 
 
 def test_the_dense_beginning_ends_once_it_has_cost_enough() -> None:
-    one = followed(overhead.LEAST_DENSE - 1, MILLISECOND, 400_000, 8_000)
+    one = followed(overhead.MIN_DENSE_STEPS - 1, MILLISECOND, 400_000, 8_000)
     assert (one.dense, one.sparse) == (True, 0)
-    one.choose(overhead.LEAST_DENSE, MILLISECOND)
+    one.choose(overhead.MIN_DENSE_STEPS, MILLISECOND)
     assert (one.dense, one.sparse > 0) == (False, True)
 
 

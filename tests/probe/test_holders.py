@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ddpdoctor.probe.observers import holders
-from ddpdoctor.probe.observers.holders import Look, merged, weighs, weightiest
+from ddpdoctor.probe.observers.holders import Scan, merged, weighs, weightiest
 from ddpdoctor.probe.runtime import torch_memory
 from ddpdoctor.run.records.memory import Holder
 
@@ -25,7 +25,7 @@ KEPT: dict[Any, Any] = {}
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a look take its time: a busy core would end it before it has seen all."""
-    monkeypatch.setattr(holders, "LONGEST", 60_000_000_000)
+    monkeypatch.setattr(holders, "MAX_SCAN_NS", 60_000_000_000)
 
 
 @functools.lru_cache(maxsize=None)  # noqa: UP033 (as people write it)
@@ -40,7 +40,7 @@ def found(step: Callable[[int], object], looks: int = 3) -> dict[str, Holder]:
     for number in range(looks):
         for each in range(4):
             step(4 * number + each)
-        look = Look(sys._getframe(1), sizes)
+        look = Scan(sys._getframe(1), sizes)
         grown = merged(grown, look) if sizes is not None else grown
         sizes = look.sizes
     return {each.name: each for each in weightiest(grown) if weighs(each)}
@@ -182,7 +182,7 @@ def test_a_look_keeps_nothing_alive_and_calls_nothing() -> None:
 
     def job() -> weakref.ref[Thing]:
         thing, touchy = Thing(), Touchy()
-        Look(sys._getframe())
+        Scan(sys._getframe())
         return weakref.ref(thing) if type(touchy) is Touchy else weakref.ref(Thing())
 
     gc.disable()
@@ -196,19 +196,19 @@ def test_a_look_keeps_nothing_alive_and_calls_nothing() -> None:
 def test_variables_that_the_job_has_asked_for_stay() -> None:
     value = 7
     mine = locals()
-    Look(sys._getframe())
+    Scan(sys._getframe())
     assert mine["value"] == value
 
 
 def test_a_look_takes_a_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holders, "LONGEST", 0)
-    look = Look(sys._getframe())
+    monkeypatch.setattr(holders, "MAX_SCAN_NS", 0)
+    look = Scan(sys._getframe())
     assert not look.complete
 
 
 def test_a_large_container_is_not_walked() -> None:
     many = [[number] for number in range(100_000)]
-    sizes = Look(sys._getframe()).sizes
+    sizes = Scan(sys._getframe()).sizes
     (noted,) = [noted for place, noted in sizes.items() if place.name == "many"]
     assert noted.size == len(many)
 

@@ -122,7 +122,7 @@ def test_of_a_first_pass_content_is_hashed_after_the_budget_is_spent(
     followed: set[bool] = set()
     for number, batch in enumerate(iterator._sampler_iter):
         if number == 2:
-            purse.held = samples.CONTENT - 1
+            purse.held = samples.CONTENT_RESERVE_NS - 1
         elif number == 20:
             purse.held = 0
         seen.indices_drawn(batch, iterator)

@@ -72,7 +72,7 @@ def test_a_leak_is_looked_at_and_recorded(
         steps(state, 1)
     observer.rank_ends()
     newest = [each for each in records if each["kind"] == "holders"][-1]
-    assert newest["looks"] == len(memory.LOOKS)
+    assert newest["looks"] == len(memory.SCAN_INTERVALS)
     assert newest["found"][0][0] == "kept"
 
 

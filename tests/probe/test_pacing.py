@@ -173,13 +173,13 @@ def test_what_the_hooks_take_is_not_there_for_gradients(
     A sixteenth is there in any case.
     """
     seen, _, _ = followed(monkeypatch, step=MILLISECOND, cost=20_000, light=light)
-    later = {number // overhead.WINDOW for number in seen if number >= overhead.BEGINNING}
+    later = {number // overhead.WINDOW for number in seen if number >= overhead.EARLY_STEPS}
     assert later == set(range(64, 256, every))
 
 
 def test_without_a_budget_the_fewest_windows_are_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, _, _ = followed(monkeypatch, step=MILLISECOND, cost=20_000, percent=0)
-    assert {number // overhead.WINDOW for number in seen if number >= overhead.BEGINNING} == {
+    assert {number // overhead.WINDOW for number in seen if number >= overhead.EARLY_STEPS} == {
         64,
         128,
         192,
@@ -197,7 +197,7 @@ def test_between_followed_windows_it_is_seldom_looked(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Pacing, "_turn", look)
     followed(monkeypatch, step=MILLISECOND, cost=20_000, percent=0)
     # At the end of one that is followed, and four times until the next one.
-    windows = [number // overhead.WINDOW for number in looked if number >= overhead.BEGINNING]
+    windows = [number // overhead.WINDOW for number in looked if number >= overhead.EARLY_STEPS]
     assert windows == [64, 65, 80, 96, 112, 128, 129, 144, 160, 176, 192, 193, 208, 224, 240, 256]
 
 
@@ -218,6 +218,8 @@ def test_where_steps_become_long_all_are_followed_again(monkeypatch: pytest.Monk
             events.ring(number + 1)
     # The look that comes next sees it, two windows later.
     later = [
-        each for each in range(2080, 4096) if (each // overhead.WINDOW + 1) % overhead.LEFT_OUT
+        each
+        for each in range(2080, 4096)
+        if (each // overhead.WINDOW + 1) % overhead.UNFOLLOWED_EVERY
     ]
     assert seen[seen.index(2048) + overhead.WINDOW :] == later

@@ -38,7 +38,7 @@ def state(added: list[JsonObject], budget: float = 0.5) -> Any:
 
 def sampled(work: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> JsonObject:
     """What is seen of this thread while it works, in steps."""
-    monkeypatch.setattr(stack_sampling, "QUICKEST", 0.005)
+    monkeypatch.setattr(stack_sampling, "MIN_INTERVAL", 0.005)
     added: list[JsonObject] = []
     one = state(added)
     thread = threading.Thread(target=stack_sampling.Sampler(one, 1).run)
@@ -135,13 +135,13 @@ def test_a_rank_that_ends_writes_what_it_has(tmp_path: Path) -> None:
 
 def test_a_pause_between_steps_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loader workers that start, an evaluation: no line of theirs is one of a step."""
-    monkeypatch.setattr(stack_sampling, "QUICKEST", 0.005)
+    monkeypatch.setattr(stack_sampling, "MIN_INTERVAL", 0.005)
     added: list[JsonObject] = []
     one = state(added)
     thread = threading.Thread(target=stack_sampling.Sampler(one, 1).run)
     thread.start()
     # Longer than all samples would take.
-    time.sleep(stack_sampling.ATTEMPTS * stack_sampling.SAMPLES * 0.005 * 1.2)
+    time.sleep(stack_sampling.MAX_ATTEMPTS * stack_sampling.SAMPLES * 0.005 * 1.2)
     while thread.is_alive():
         busy()
         one.tracker.steps += 1
@@ -154,7 +154,7 @@ def test_a_pause_between_steps_is_passed_over(monkeypatch: pytest.MonkeyPatch) -
 
 def test_intervals_are_the_same_each_time_and_not_even(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither an RNG nor the rhythm of the steps has a part in them."""
-    monkeypatch.setattr(stack_sampling, "PAUSE", 0.0)
+    monkeypatch.setattr(stack_sampling, "STEP_TIMEOUT", 0.0)
     waits: list[list[float]] = []
     for _ in range(2):
         sampler = stack_sampling.Sampler(state([]), 1)
@@ -169,10 +169,12 @@ def test_intervals_are_the_same_each_time_and_not_even(monkeypatch: pytest.Monke
         waits.append(waited)
     assert waits[0] == waits[1]
     # No step was closed meanwhile: they are taken once more, and once more.
-    assert len(waits[0]) == stack_sampling.ATTEMPTS * stack_sampling.SAMPLES
+    assert len(waits[0]) == stack_sampling.MAX_ATTEMPTS * stack_sampling.SAMPLES
     first = waits[0][: stack_sampling.SAMPLES]
     assert len(set(first)) == stack_sampling.SAMPLES
-    assert sum(first) == pytest.approx(stack_sampling.QUICKEST * stack_sampling.SAMPLES, rel=0.05)
+    assert sum(first) == pytest.approx(
+        stack_sampling.MIN_INTERVAL * stack_sampling.SAMPLES, rel=0.05
+    )
 
 
 @pytest.mark.parametrize(("budget", "taken"), [(0.5, MAX_PROFILES), (0.0, 0)])

@@ -67,7 +67,7 @@ class Watched:
         seen = stacks_from_record({**told, "pid": pid, "state": {"letter": "S"}})
         monkeypatch.setattr(hang_examination, "capture", lambda *_, **__: (seen,))
         monkeypatch.setattr(hang_examination, "flights", lambda *_: {})
-        monkeypatch.setattr(hang_examination, "BETWEEN", 0.05)
+        monkeypatch.setattr(hang_examination, "COMPARED_SECONDS", 0.05)
         monkeypatch.setattr(hang_watch, "is_loaded", lambda: False)
         # Nobody to hold with py-spy.
         monkeypatch.setattr(HangWatch, "_look_below", lambda *_: False)

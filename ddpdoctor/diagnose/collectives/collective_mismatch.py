@@ -17,15 +17,8 @@ from typing import Literal
 from ddpdoctor.core.formatting import named, rank_set
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.collectives.recorded_calls import Call, amount, from_ring
-from ddpdoctor.diagnose.source_files import (
-    Guard,
-    brief,
-    guards_of,
-    holds,
-    last_name,
-    outcomes,
-    source_of,
-)
+from ddpdoctor.diagnose.rank_conditions import Guard, guards_of, outcomes
+from ddpdoctor.diagnose.source_files import brief, holds, last_name, source_of
 from ddpdoctor.run.records.process import ErrorRecord, FaultRecord
 from ddpdoctor.run.ring import Collective
 from ddpdoctor.run.snapshot import Rank, Run
@@ -60,7 +53,6 @@ class Blame:
             skipped a call. ``alone``: only they made a call. ``most``: most ranks made a different
             call. ``decided``: a condition on values led to their call. ``ended``: their loop ended
             first. ``none``: all ranks may be to blame.
-        ranks: The ranks.
         location: The line to look at.
         guard: The condition on the rank.
         decider: The statement that skipped the call, or the condition of the one made alone.
@@ -76,12 +68,9 @@ class Blame:
 def blame(
     groups: Sequence[Group], calls: Mapping[int, Call], before: Mapping[int, Sequence[Call]]
 ) -> Blame:
-    """Find the ranks that are out of line.
+    """Find the ranks that are out of line, by the groups with one call, largest first.
 
-    Args:
-        groups: The ranks by call, the largest group first.
-        calls: The call of each rank.
-        before: Earlier matching calls of the ranks in the process group, oldest first.
+    ``before`` holds the earlier matching calls of the process group, oldest first.
     """
     for group in groups if len(groups) == 2 else ():
         made = {rank: calls[rank] for rank in group.ranks}
@@ -114,9 +103,7 @@ def blame(
 def alone_by_guard(calls: Mapping[int, Call], others: Sequence[Sequence[Location]]) -> Blame | None:
     """Find a condition on the rank under which these ranks, and no other rank, made their calls.
 
-    Args:
-        calls: The ranks' calls.
-        others: The lines that each of the other ranks is at, innermost first.
+    ``others`` holds the lines that each other rank is at, innermost first.
     """
     found: list[tuple[Guard, Location]] = []
     # A rank in another branch of the condition may make a matching call there.
@@ -137,10 +124,6 @@ def skipped_by_guard(
 
     With ``if not (rank == 1 and step == 60)`` the other ranks skipped the call. `alone_by_guard`
     finds calls that the others never reach.
-
-    Args:
-        calls: The ranks' calls.
-        others: The lines that each of the other ranks is at, innermost first.
     """
     elsewhere = {guard.location for lines in others.values() for guard, _ in guards_of(lines)}
     for guard, at in guards_of(next(iter(calls.values())).chain):
@@ -226,13 +209,9 @@ def _by_loop(made: Group, other: Group) -> Blame | None:
 
 
 def decided_by(call: Call, lines: Sequence[Location]) -> Location | None:
-    """Return the outermost varying condition that led to a call and not to other lines.
+    """Return the outermost varying condition that led to a call and not to another rank's lines.
 
     It is in the function in which they diverge, or in one that only the call is in.
-
-    Args:
-        call: The call of one rank.
-        lines: The lines that another rank is at, innermost first.
     """
     chain = call.lines
     at, there = _parting_of(chain, lines)
@@ -454,12 +433,7 @@ _FACTS: dict[str, Callable[[Call], object]] = {
 def mismatch_of_calls(
     calls: Mapping[int, Call], before: Mapping[int, Sequence[Call]] | None = None
 ) -> Mismatch | None:
-    """Compare the ranks' calls with one number. Return None if they are the same.
-
-    Args:
-        calls: The call of each rank.
-        before: Their earlier calls in that process group, oldest first.
-    """
+    """Compare the ranks' calls with one number, given earlier ones. None if they are the same."""
     kinds: dict[object, list[int]] = defaultdict(list)
     for rank, call in sorted(calls.items()):
         signature = call.name, *(fact(call) for fact in _FACTS.values())
@@ -476,13 +450,7 @@ def mismatch_of_calls(
 def skipped_call(
     calls: Mapping[int, Call], waiting: list[int], ahead: list[int]
 ) -> Mismatch | None:
-    """Return a call that some ranks wait in and that ranks ahead of them may have skipped.
-
-    Args:
-        calls: The call that each of them waits in.
-        waiting: Ranks that wait in it.
-        ahead: Ranks that wait in a later call.
-    """
+    """Return a call that waiting ranks are in and that ranks ahead of them may have skipped."""
     found = skipped_by_guard(
         {rank: calls[rank] for rank in waiting}, {rank: calls[rank].chain for rank in ahead}
     )
@@ -494,9 +462,6 @@ def mispaired_before(before: Mapping[int, Sequence[Call]]) -> Mismatch | None:
 
     Two calls of one kind at different lines may be intended. They are the cause only if the ranks
     differ later.
-
-    Args:
-        before: The calls of the ranks in one process group, oldest first.
     """
     numbered: dict[int, dict[int, Call]] = defaultdict(dict)
     for rank, earlier in before.items():
@@ -528,10 +493,7 @@ def _groups(kinds: Iterable[list[int]], calls: Mapping[int, Call]) -> tuple[Grou
 
 
 def rings(run: Run) -> dict[int, tuple[Collective, ...]]:
-    """Return the newest collectives that each rank of the last attempt called from Python.
-
-    Skip ranks that may not have recorded all of theirs.
-    """
+    """Return the newest Python collectives of each rank of the last attempt that recorded all."""
     return {
         rank.rank: rank.ring.collectives
         for rank in run.last
@@ -561,21 +523,13 @@ def ring_mismatch(run: Run) -> Mismatch | None:
 
 
 def is_up_to_date(run: Run, rank: Rank) -> bool:
-    """Return whether a rank's ring has all calls so far.
-
-    Other nodes send rings every few seconds, and when ranks end or are examined.
-    """
+    """Return whether a rank's ring has all calls so far. Those of other nodes come later."""
     ended = rank.exit is not None or rank.records.first(ErrorRecord) is not None
     return not rank.elsewhere or ended or run.exit_status is not None or run.hang is not None
 
 
 def first_mismatch(called: Mapping[int, Sequence[Collective]], gloo: bool) -> Mismatch | None:
-    """Return the earliest collective that differs between ranks.
-
-    Args:
-        called: The calls of each rank.
-        gloo: Whether the groups' backend is gloo, which requires tensors of equal size.
-    """
+    """Return the earliest collective that differs between ranks. gloo needs equal sizes."""
     # By group and number. Nearly always all ranks agree, so this has to be fast.
     known: dict[tuple[str, int], tuple[object, ...]] = {}
     differ: dict[tuple[str, int], int] = {}

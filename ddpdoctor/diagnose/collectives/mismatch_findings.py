@@ -6,6 +6,7 @@ import math
 import signal
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import named
@@ -43,7 +44,7 @@ from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
 
-_SUBJECTS = frozenset((MISPAIRED, ABORT))
+_error = partial(Finding, severity=Severity.ERROR, subjects=frozenset((MISPAIRED, ABORT)))
 _DECIDE = (
     "Reduce the value that decides over the ranks first (dist.all_reduce), so that all of them "
     "make the call, or none does."
@@ -53,12 +54,7 @@ _MAX_GROUPS = 4  # Maximum number of groups of ranks in a sentence
 
 
 def mismatch_finding(found: Mismatch, steps: int = 0) -> Finding:
-    """Make the finding about calls that differ: DDP401 or DDP803.
-
-    Args:
-        found: The calls that differ.
-        steps: Steps that were closed before them; 0 if that is not known.
-    """
+    """Make the finding (DDP401 or DDP803) about calls that differ. ``steps`` were closed before."""
     kind, guilty = found.blame.kind, found.guilty
     if kind == "guard":
         return _guarded_finding(found.blame, guilty[0].call, found.evidence, found.others)
@@ -96,12 +92,10 @@ def mismatch_finding(found: Mismatch, steps: int = 0) -> Finding:
 
 
 def _different(found: Mismatch, message: str, fix: str) -> Finding:
-    return Finding(
+    return _error(
         code="DDP803",
         about=f"{found.blame.location}",
-        subjects=_SUBJECTS,
         moment=max(call.began for call in found.calls.values()),
-        severity=Severity.ERROR,
         message=message,
         # A value that differs between ranks may be wrong on either side.
         ranks=tuple(sorted(found.calls if found.blame.kind == "decided" else found.blame.ranks)),
@@ -114,25 +108,16 @@ def _different(found: Mismatch, message: str, fix: str) -> Finding:
 def _guarded_finding(
     by: Blame, call: Call, evidence: tuple[str, ...], others: Sequence[Group] = ()
 ) -> Finding:
-    """Make the finding about a call under a condition on the rank (DDP401).
-
-    Args:
-        by: The condition on the rank, and the ranks under it.
-        call: The call that they made.
-        evidence: The calls of the ranks.
-        others: What the other ranks called at that time, if that is known.
-    """
+    """Make the finding about a call under a condition on the rank (DDP401)."""
     guard, at = by.guard, by.location
     assert guard is not None and at is not None
     condition = statement(guard.path, guard.line).partition("  #")[0].rstrip()
     through = f", by {quoted(at)}" if at != call.site else ""
     under = f"after `{condition} {guard.way}`" if guard.way else f"under `{condition}`"
-    return Finding(
+    return _error(
         code="DDP401",
         about=f"{at}",
-        subjects=_SUBJECTS,
         moment=call.began,
-        severity=Severity.ERROR,
         message=f"{named(by.ranks)} alone called {call.what} at {quoted(call.site)}{through}, "
         f"{under} (line {guard.line}): {_missing(call, others)}",
         ranks=tuple(sorted(by.ranks)),
@@ -392,12 +377,10 @@ def order_finding(waits: Sequence[Blocked]) -> Finding:
     groups = {call.group for call in calls} | ({""} if len(calls) < len(ranks) else set())
     several = len(groups) > 1
     what = "collectives of different groups" if several else "different collectives"
-    return Finding(
+    return _error(
         code="DDP804" if several else "DDP803",
         about="order",
-        subjects=_SUBJECTS,
         moment=max((call.began for call in calls), default=0),
-        severity=Severity.ERROR,
         message=f"ranks wait for each other in {what}: {_listed_waits(waits)}",
         ranks=tuple(rank.rank for rank in ranks),
         location=waits[-1].waiting[-1].waits_at,
@@ -439,12 +422,10 @@ def point_to_point_finding(ranks: Sequence[RankState]) -> Finding | None:
         where = quoted(back.site if back is not None else peer.waits_at)
         doing = f"{back.name} with rank {number}" if back is not None else peer.waits_in
         found = [inside[number], peer]
-        return Finding(
+        return _error(
             code="DDP803",
             about=f"exchange {call.site}",
-            subjects=_SUBJECTS,
             moment=call.began,
-            severity=Severity.ERROR,
             message=f"rank {number} waits in {call.name} with rank {peer.rank} at "
             f"{quoted(call.site)}, and rank {peer.rank} in {doing} at {where}: neither can end",
             ranks=tuple(sorted(each.rank for each in found)),
@@ -577,11 +558,7 @@ def _skipped_call(
 ) -> Finding:
     """Report a call that some ranks made while the others were in DDP's own all-reduce.
 
-    Args:
-        found: The calls.
-        evidence: Which rank was in which call.
-        decider: The condition that decides on the call, if known.
-        by_rank: Whether it is a condition on the rank that made the others skip the call.
+    With ``by_rank``, the deciding condition is one on the rank and made the others skip the call.
     """
     inside, elsewhere = sorted(found.inside), found.elsewhere
     call = found.inside[inside[0]]
@@ -589,12 +566,10 @@ def _skipped_call(
     few = elsewhere if many else (inside if len(inside) < len(elsewhere) else ())
     who, others = (elsewhere, inside) if many else (inside, elsewhere)
     at = f", by {quoted(decider)}" if decider is not None else ""
-    return Finding(
+    return _error(
         code="DDP803",
         about=f"{call.site}",
-        subjects=_SUBJECTS,
         moment=call.began,
-        severity=Severity.ERROR,
         message=f"{named(who)} {'skipped' if many else 'called'} {call.what} at "
         f"{quoted(call.site)}{at}, {'in which' if many else 'while'} {_were(others)}"
         + (" when the job failed" if many else " in DDP's own all-reduce, and the job failed"),
@@ -622,11 +597,9 @@ def _skipped_backward(run: Run, found: _Failure, evidence: tuple[str, ...]) -> F
     follows = forward.path == backward.path and forward.line < backward.line
     decider = way_past(backward, forward.line if follows else 0)
     call = found.inside[min(found.inside)]
-    return Finding(
+    return _error(
         code="DDP803",
         about=f"{decider or backward}",
-        subjects=_SUBJECTS,
-        severity=Severity.ERROR,
         message=f"{named(found.inside)} skipped a backward at {quoted(backward)}"
         + (f", by {quoted(decider)}" if decider is not None else "")
         + f", and called {call.what} at {quoted(call.site)} while {_were(found.elsewhere)} in "
@@ -649,8 +622,5 @@ def _were(ranks: Collection[int]) -> str:
 
 
 def _last_site(run: Run, phase: str) -> Location | None:
-    """Return the newest line at which a phase began on any rank.
-
-    Native code may end a rank earlier.
-    """
+    """Return the newest line at which a phase began on any rank. Some ranks may end earlier."""
     return next((at for rank in reversed(run.last) for at in reversed(rank.sites(phase))), None)

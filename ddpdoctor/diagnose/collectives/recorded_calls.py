@@ -137,13 +137,10 @@ def _locations(lines: Iterable[str]) -> tuple[Location, ...]:
 
 
 def first_pending(calls: Sequence[Call]) -> Call | None:
-    """Return the first collective of a Flight Recorder that is not done.
+    """Return the first collective of a rank's Flight Recorder that is not done.
 
     NCCL completes the collectives of a communicator in order. A collective before a completed one
     is done but not marked, as in a captured graph.
-
-    Args:
-        calls: The collectives of one rank, in their order.
     """
     done = {each.numbering: each.sequence for each in calls if each.done}
     for each in calls:
@@ -168,13 +165,8 @@ def ranks_behind(
 ) -> frozenset[int]:
     """Return the ranks that have not launched a collective in which others wait.
 
-    With NCCL the waiting ranks continue. Operations that they launched later do not count.
-
-    Args:
-        ras: The response of RAS.
-        world: The ranks of the job.
-        ranks: The ranks to judge.
-        ahead: How many collectives each waiting rank has launched after that one.
+    With NCCL the waiting ranks continue. ``ahead`` is how many operations each has launched later,
+    which do not count.
     """
     differing = [
         counts

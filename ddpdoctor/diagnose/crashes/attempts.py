@@ -46,8 +46,6 @@ class Attempt:
     """One attempt of a run, and how it ended.
 
     Attributes:
-        run: The run.
-        restart: The attempt.
         endings: The failed processes, the earliest first.
         cause: The first one that failed by itself.
     """
@@ -84,15 +82,8 @@ class Attempt:
     ) -> Finding:
         """Make a finding about the attempt's end. It is a warning if another attempt followed.
 
-        Args:
-            code: The code.
-            cause: The end of a process that is the cause.
-            message: The message.
-            fix: The fix.
-            evidence: Facts besides its consequences.
-            location: The line. By default that of the cause.
-            traceback: The stack. By default that of the cause.
-            lost: The rank lost a peer. The cause is elsewhere, and another finding may name it.
+        Location and traceback are by default those of the cause. A rank that ``lost`` a peer is not
+        the cause, so another finding may name it.
         """
         severity = Severity.ERROR
         # torchrun ends with 0 only if its last attempt succeeded, on every rank.
@@ -182,7 +173,6 @@ class KnownFailure:
 
     Attributes:
         cause: The end that it explains.
-        failure: The entry.
         groups: The matches of its pattern's groups.
         line: The matched line.
         likely: It is inferred from messages of other ranks.

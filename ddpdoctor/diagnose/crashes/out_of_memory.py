@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -19,9 +20,9 @@ GPU_MEMORY = "DDP928"
 """The code of torch's message that a GPU is out of memory."""
 MIN_GROWTH = 16 << 20
 """Minimum growth in bytes that is mentioned. It may not be the cause."""
-FRAGMENTED = 0.1
+MIN_FRAGMENTED = 0.1
 """Minimum ratio of reserved and unused memory that counts as fragmentation."""
-LONGER = 1.2
+MIN_BATCH_FACTOR = 1.2
 """Minimum factor by which a batch that may be too large exceeds all earlier ones."""
 MAX_BLOCKS = 3
 _LOOKS = 2
@@ -71,7 +72,10 @@ def gpu_facts(run: Run, cause: Ending) -> FailureFacts:
     evidence = [*_held(said, gpu), *_others(run, said)]
     fragments, fix = _fragmentation(said, gpu)
     evidence += fragments
-    if record is not None and _elements(record.shape) > LONGER * _elements(record.largest) > 0:
+    if (
+        record is not None
+        and _elements(record.shape) > MIN_BATCH_FACTOR * _elements(record.largest) > 0
+    ):
         shapes = " x ".join(map(str, record.shape)), " x ".join(map(str, record.largest))
         evidence.append(f"its last batch was {shapes[0]}, the largest before it {shapes[1]}")
         fix = "Limit the length of a batch: cut, bucket or pack long samples."
@@ -97,7 +101,7 @@ def _fragmentation(said: Message, gpu: AllocatorFacts | None) -> tuple[list[str]
     """Return evidence and fix if much memory is reserved and not used."""
     total = said.total or (gpu.total if gpu is not None else None)
     unused = said.unused or (gpu.reserved - gpu.allocated if gpu is not None else 0)
-    if not total or unused < FRAGMENTED * total:
+    if not total or unused < MIN_FRAGMENTED * total:
         return [], ""
     free = gpu.largest_free if gpu is not None else None
     pieces = f", in pieces of at most {binary_size(free)}" if free else ""
@@ -163,7 +167,4 @@ def _rank_of(run: Run, cause: Ending) -> Rank | None:
 
 
 def _elements(shape: tuple[int, ...]) -> int:
-    product = 1 if shape else 0
-    for each in shape:
-        product *= each
-    return product
+    return math.prod(shape) if shape else 0

@@ -66,10 +66,7 @@ class _Touch:
 
 
 def path_fault(run: Run, cause: Ending) -> PathFault | None:
-    """Explain an exception about a path by operations of other ranks.
-
-    None if they do not explain it.
-    """
+    """Explain an exception about a path by operations of other ranks, if they explain it."""
     name = cause.text.partition(":")[0].rpartition(".")[2]
     found = _PATH.search(cause.message or cause.text)
     if len(run.last) < 2:

@@ -33,7 +33,23 @@ def raised_before_a_wait(run: Run) -> Finding | None:
     failed = bool(ends) and own and all(each.time >= error.time for each in ends)
     if not failed and not guilty(run):
         return None
-    return _finding(rank, error)
+    where = f" in step {error.step}" if error.step is not None else ""
+    return Finding(
+        code="DDP901",
+        about=f"pending {rank.rank}",
+        severity=Severity.ERROR,
+        subjects=frozenset((STANDSTILL, MISPAIRED, ABORT)),
+        message=f"{named([rank.rank])} raised {in_short(error)[:200]}{where}, and called "
+        f"{error.collective} at {quoted(error.called_at)} while that was being handled: the other "
+        "ranks do not come to this call",
+        ranks=(rank.rank,),
+        location=error.location,
+        evidence=(f"the exception waits for {error.collective} at {brief(error.called_at)}",),
+        fix="Fix this exception first. Call no collective in a `finally`, `except` or `__exit__` "
+        "that an exception of one rank leads to.",
+        traceback=error.traceback,
+        moment=error.time,
+    )
 
 
 def _alone(run: Run) -> list[tuple[Rank, PendingErrorRecord]]:
@@ -72,24 +88,4 @@ def _others_came(run: Run, rank: Rank, handling: set[int]) -> bool:
         for other in run.last
         if other.rank not in handling and other.ring is not None
         for each in other.ring.collectives
-    )
-
-
-def _finding(rank: Rank, error: PendingErrorRecord) -> Finding:
-    where = f" in step {error.step}" if error.step is not None else ""
-    return Finding(
-        code="DDP901",
-        about=f"pending {rank.rank}",
-        severity=Severity.ERROR,
-        subjects=frozenset((STANDSTILL, MISPAIRED, ABORT)),
-        message=f"{named([rank.rank])} raised {in_short(error)[:200]}{where}, and called "
-        f"{error.collective} at {quoted(error.called_at)} while that was being handled: the other "
-        "ranks do not come to this call",
-        ranks=(rank.rank,),
-        location=error.location,
-        evidence=(f"the exception waits for {error.collective} at {brief(error.called_at)}",),
-        fix="Fix this exception first. Call no collective in a `finally`, `except` or `__exit__` "
-        "that an exception of one rank leads to.",
-        traceback=error.traceback,
-        moment=error.time,
     )

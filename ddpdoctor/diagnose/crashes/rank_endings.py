@@ -42,9 +42,7 @@ _STOPPED = re.compile(r"(?:Terminating|Sending) process (\d+) (?:via|closing) si
 def exit_status(rank: Rank, statuses: dict[int, int]) -> int | None:
     """Return the exit status of a rank, negative for a signal; None if it is not known.
 
-    Args:
-        rank: The rank.
-        statuses: The exit statuses that its launcher printed, by pid.
+    ``statuses`` are those that its launcher printed, by pid.
     """
     if rank.exit is not None and rank.exit.status is not None:
         return rank.exit.status
@@ -270,8 +268,6 @@ class Ending:
         victim: It failed only because another one did.
         text: The exception with its message, the signal, or the exit call.
         where: Its activity at that time, in words: ``step 12, backward``.
-        location: The line.
-        traceback: The traceback of the exception.
         status: The exit status (negative: a signal), where known.
         message: The whole message of the exception.
         oom: ``kernel`` or ``cgroup``, which reported a kill by the out-of-memory killer, or empty.
@@ -411,11 +407,7 @@ def _rank_ending(
 def _signal_ending(rank: Rank, status: int, when: int, aborted: frozenset[int]) -> Ending | None:
     """Return the end of a rank by a signal; None if it had already ended regularly.
 
-    Args:
-        rank: The rank.
-        status: Its exit status, the negative number of the signal.
-        when: Unix nanoseconds.
-        aborted: The ranks that NCCL's watchdog aborted.
+    ``status`` is the negative number of the signal. NCCL's watchdog ended the ``aborted`` ranks.
     """
     name = signal_name(-status)
     asked = -status in _ASKED

@@ -18,9 +18,9 @@ CLOSED = ("ended", "left")
 UNFOLLOWED = "unfollowed"
 """The state of a pass whose rest was not recorded because the overhead budget was spent."""
 
-WHOLE = 0.9
+MIN_WHOLE = 0.9
 """Minimum ratio that counts as all."""
-REPEATED = 0.1
+MIN_REPEATED = 0.1
 """Minimum ratio of repeated draws that means replacement."""
 MAX_CHANCE = 1e-6
 """Maximum probability that different data looks equal by accident."""
@@ -113,7 +113,7 @@ class Pass:
     @property
     def draws_again(self) -> bool:
         """Whether it drew many indices repeatedly."""
-        return self.record.repeats > REPEATED * len(self.hits)
+        return self.record.repeats > MIN_REPEATED * len(self.hits)
 
 
 Passes = dict[int, Pass]

@@ -13,7 +13,7 @@ from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose import STANDSTILLS
 from ddpdoctor.diagnose.data.draws import (
     MIN_SAMPLES,
-    WHOLE,
+    MIN_WHOLE,
     Pass,
     Passes,
     beginning,
@@ -37,7 +37,7 @@ from ddpdoctor.run.snapshot import Rank, Run
 def _draws_all(one: Pass) -> bool:
     """Return whether a rank draws its whole data set, each sample once."""
     followed = one.record.followed
-    return followed >= MIN_SAMPLES and len(one.hits) >= WHOLE * followed and not one.draws_again
+    return followed >= MIN_SAMPLES and len(one.hits) >= MIN_WHOLE * followed and not one.draws_again
 
 
 def _exceeds_share(one: Pass, world: int) -> bool:

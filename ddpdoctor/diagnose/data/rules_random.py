@@ -17,10 +17,10 @@ from ddpdoctor.run.snapshot import Rank, Run
 
 MIN_STEPS = 4
 """Minimum number of consecutive steps with draws."""
-MANY = 624
+BLOCK_DRAWS = 624
 """The size of a generator's block. A step with this many draws fills a tensor. Fewer draws may be
 for a value that ranks must share, such as an order or a size."""
-SOME = 8
+MIN_DRAWS = 8
 """Minimum number of draws for an augmented batch."""
 
 _NAMES = {"torch": "torch", "numpy": "numpy", "python": "the random module"}
@@ -121,7 +121,7 @@ def _alike_workers(
         if len(states) < 2 or any(_drawn(*pair) < 1 for pair in pairwise(states)):
             # The data set is not augmented, for example in an evaluation.
             continue
-        many = many and all(_drawn(*pair) >= MANY for pair in pairwise(states))
+        many = many and all(_drawn(*pair) >= BLOCK_DRAWS for pair in pairwise(states))
         key = record.worker or 0, record.generation
         begins.setdefault(key, {})[record.rank] = states[0].block, states[0].used
     watched = [each for each in begins.values() if set(each) >= set(ranks[:8])]
@@ -147,7 +147,7 @@ def _drawn(before: GeneratorState, after: GeneratorState) -> int:
     if before.block == after.block:
         return after.used - before.used
     # The block was replaced at least once. A few draws per step would not do that in every step.
-    return MANY
+    return BLOCK_DRAWS
 
 
 def _ranks(run: Run) -> Iterator[_Alike]:
@@ -184,10 +184,10 @@ def _alike_ranks(
         # Dropout masks are equal in many jobs that seed once.
         forward = []
     found = (
-        ("the data set draws", data, MANY),
-        ("the training loop draws", loop, MANY),
-        ("the model draws", forward, MANY),
-        ("the data set draws", data, SOME),
+        ("the data set draws", data, BLOCK_DRAWS),
+        ("the training loop draws", loop, BLOCK_DRAWS),
+        ("the model draws", forward, BLOCK_DRAWS),
+        ("the data set draws", data, MIN_DRAWS),
     )
     for who, drawn, enough in found:
         steps = sum(count >= enough for count in drawn)
@@ -198,7 +198,7 @@ def _alike_ranks(
                 f"{who} the same random numbers from {_NAMES[library]} on all ranks",
                 f"the generator had the same state on {len(group)} ranks at {len(states)} "
                 f"moments, and {steps} steps in a row drew from it",
-                mild=enough == SOME,
+                mild=enough == MIN_DRAWS,
                 at=group[0].site("forward"),
             )
     return None
@@ -237,13 +237,7 @@ def _seed_line(run: Run, found: _Alike) -> tuple[Location | None, tuple[str, ...
 
 
 def _fits(seed: Seed, found: _Alike, in_worker: bool) -> int:
-    """Return how well a seed explains the equal numbers. 0 if it does not.
-
-    Args:
-        seed: The seed.
-        found: What was found.
-        in_worker: The seed is set in a loader's ``worker_init_fn``.
-    """
+    """Return how well a seed, perhaps of a ``worker_init_fn``, explains equal numbers; 0 if not."""
     if not found.library:
         return 3 if seed.own else int(not in_worker)
     if in_worker:

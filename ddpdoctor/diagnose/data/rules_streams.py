@@ -9,7 +9,7 @@ from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import named
 from ddpdoctor.diagnose.data.draws import (
     MIN_SAMPLES,
-    WHOLE,
+    MIN_WHOLE,
     Pass,
     Passes,
     matched,
@@ -92,12 +92,12 @@ def _common_samples(each: Sequence[Pass]) -> int | None:
         streams = [[row[1 + column] for row in one.record.rows] for one in each]
         distinct = [set(stream) for stream in streams]
         if any(
-            len(values) < 2 * MIN_SAMPLES or WHOLE * len(stream) > len(values) * workers
+            len(values) < 2 * MIN_SAMPLES or MIN_WHOLE * len(stream) > len(values) * workers
             for values, stream in zip(distinct, streams, strict=True)
         ):
             continue
         common = set.intersection(*distinct)
-        if len(common) >= WHOLE * min(map(len, distinct)):
+        if len(common) >= MIN_WHOLE * min(map(len, distinct)):
             return len(common)
     return None
 
@@ -185,11 +185,14 @@ def _copies(one: Pass) -> tuple[int, int] | None:
         batches = [batch for each in rounds for batch in each]
         seen = [value for batch in batches for value in batch]
         if len(set(seen)) < 2 * MIN_SAMPLES or any(
-            len(set(batch)) < WHOLE * len(batch) for batch in batches
+            len(set(batch)) < MIN_WHOLE * len(batch) for batch in batches
         ):
             continue
         doubled = sum(map(_doubled, rounds))
-        if doubled >= WHOLE * len(seen) and len(set(seen)) * workers <= 1.2 * len(seen) + workers:
+        if (
+            doubled >= MIN_WHOLE * len(seen)
+            and len(set(seen)) * workers <= 1.2 * len(seen) + workers
+        ):
             return doubled, len(seen)
     return None
 

@@ -8,16 +8,18 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.rank_conditions import Words, words_of
 from ddpdoctor.diagnose.source_files import (
     FUNCTIONS,
-    Words,
     files_of,
     last_name,
+    names_in,
     nodes_of,
     per_file,
+    scopes_of,
     source_of,
     tree_of,
-    words_of,
+    values_of,
 )
 from ddpdoctor.run.snapshot import Run
 
@@ -79,10 +81,9 @@ def _seeds(path: str) -> list[Seed]:
     if tree is None:
         return []
     words = words_of(nodes_of(path))
-    found = []
-    for scope in ast.walk(tree):
-        if isinstance(scope, (ast.Module, *FUNCTIONS)):
-            found += [_seed(path, scope, call) for call in _calls(scope, tree, words)]
+    found = (
+        _seed(path, scope, call) for scope in scopes_of(path) for call in _calls(scope, tree, words)
+    )
     return sorted(found, key=lambda seed: seed.location)
 
 
@@ -97,8 +98,7 @@ def _seed(path: str, scope: ast.AST, call: ast.Call) -> Seed:
     elif re.search(r"\brandom\.", owner):
         library = "python"
     own = any(each in owner for each in _OWN)
-    names = {each.id for each in ast.walk(call) if isinstance(each, ast.Name)}
-    function, passed = getattr(scope, "name", ""), bool(names & _arguments(scope))
+    function, passed = getattr(scope, "name", ""), bool(names_in(call) & _arguments(scope))
     return Seed(Location(path, call.lineno), library, own, function, passed, text)
 
 
@@ -113,16 +113,15 @@ def _calls(scope: ast.AST, tree: ast.Module, words: Words) -> Iterator[ast.Call]
     for call in _within(scope):
         if not isinstance(call, ast.Call) or not _SEEDS.match(last_name(call.func)):
             continue
-        values = [*call.args, *(each.value for each in call.keywords)]
+        values = values_of(call)
         if not values or _may_differ(values[0], tree, words, MAX_DEPTH):
             continue
-        names = {each.id for each in ast.walk(values[0]) if isinstance(each, ast.Name)}
         # The callers' arguments decide.
         passed = [
             each
-            for node in (ast.walk(tree) if names & given else ())
+            for node in (ast.walk(tree) if names_in(values[0]) & given else ())
             if isinstance(node, ast.Call) and last_name(node.func) == getattr(scope, "name", "")
-            for each in (*node.args, *(keyword.value for keyword in node.keywords))
+            for each in values_of(node)
         ]
         if not any(_may_differ(each, tree, words, MAX_DEPTH) for each in passed):
             yield call
@@ -170,10 +169,7 @@ def _bound(target: ast.expr) -> set[str]:
 
 
 def loop_of(at: Location | None) -> tuple[Location, bool] | None:
-    """Return the innermost loop around a line, and whether it draws random numbers.
-
-    Return None if the line is in no loop.
-    """
+    """Return the innermost loop around a line, if any, and whether it draws random numbers."""
     source = source_of(at.path) if at is not None else None
     loops = source.around(at.line) if at is not None and source is not None else []
     if at is None or not loops:

@@ -32,7 +32,7 @@ from ddpdoctor.run.records.model import (
 from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
-LARGE = 0.1  # Ratio of a model from which missing gradients are hardly intended
+MIN_PART = 0.1  # Ratio of a model from which missing gradients are hardly intended
 
 
 @rule(
@@ -118,7 +118,7 @@ def _never_used(run: Run, number: int, seen: OfModule[NeverUsedRecord]) -> Itera
     ]
     yield Finding(
         code="DDP305",
-        severity=Severity.WARNING if cut is not None or record.part >= LARGE else Severity.INFO,
+        severity=Severity.WARNING if cut is not None or record.part >= MIN_PART else Severity.INFO,
         message=f"{record.count} of {counted(record.of, 'parameter')} never got a gradient (other "
         f"than zeros) on any rank: {listed(names, record.count)}",
         ranks=tuple(sorted(newest)),

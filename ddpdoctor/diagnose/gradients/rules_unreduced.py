@@ -45,7 +45,7 @@ GRADIENTS_DIFFER = 1e-6
 """Minimum relative difference of the norms of unaveraged gradients. Averaged ones are equal."""
 PARAMETERS_DIFFER = 1e-12
 """The same for parameters, which change little at a small learning rate. Norms are doubles."""
-CERTAIN = 6
+MIN_DIFFERENT_STEPS = 6
 """Number of later steps of a running job with different parameters. One is enough in an ended
 job."""
 
@@ -105,7 +105,7 @@ def unreduced(run: Run, *causes: str) -> Iterator[Unreduced]:
         needed = max(2, built.get((number, members), 0)) if live else 2
         complete = {step: steps[step] for step in sorted(steps) if len(steps[step]) >= needed}
         difference = differences.get((number, members))
-        found = _harm(number, cause, complete, CERTAIN if live else 1, difference)
+        found = _harm(number, cause, complete, MIN_DIFFERENT_STEPS if live else 1, difference)
         if found is None or averaging_pending(run):
             continue
         group = [rank for rank in run.last if rank.rank in found.ranks]
@@ -523,7 +523,7 @@ def _exchanges_parts(rank: Rank) -> bool:
 # -- training without DDP
 
 MIN_RECORDED = 4  # Minimum number of steps recorded by all ranks
-LONG = 1024  # Steps after which a running job is assumed not to average occasionally
+LONG_RUN_STEPS = 1024  # Steps after which a running job is assumed not to average occasionally
 
 SoloSteps = dict[int, list[SoloRecord]]  # Each rank's records by step
 
@@ -683,10 +683,7 @@ def _separate_training(run: Run) -> SoloSteps:
 
 
 def _diverge(steps: SoloSteps) -> bool:
-    """Return whether ranks train the same kind of model, and gradients and parameters differ.
-
-    The parameters may be equal in the first step.
-    """
+    """Return whether ranks train one kind of model whose gradients and later parameters differ."""
     first = min(steps)
     for step, records in steps.items():
         if not _same_kind(records) or not _differ([each.gradients for each in records]):
@@ -710,7 +707,7 @@ def _is_final(run: Run, last: int) -> bool:
     # The record at a rank's end includes exchanges after the last regular record.
     if run.exit_status == 0 and all(rank.records.of(SoloEndRecord) for rank in run.last):
         return True
-    if last < LONG:
+    if last < LONG_RUN_STEPS:
         return False
     epochs = [[one for one in passes_of(rank) if one.trains] for rank in run.last]
     return all(

@@ -40,7 +40,7 @@ from ddpdoctor.run.snapshot import Rank, Run
 
 # -- values that are not finite
 
-LASTING = 3  # Minimum number of consecutive steps with non-finite losses on all ranks
+MIN_LASTING_STEPS = 3  # Minimum number of consecutive steps with non-finite losses on all ranks
 NEVER = 1 << 62  # A step that no run reaches
 
 
@@ -255,7 +255,9 @@ def _lasts(rank: Rank, clean: int) -> bool:
     """Return whether losses were not finite in consecutive steps, which implies the parameters."""
     steps = {record.step for record in rank.records.of(NonfiniteRecord)}
     return any(
-        all(step + more in steps for more in range(LASTING)) for step in steps if step > clean
+        all(step + more in steps for more in range(MIN_LASTING_STEPS))
+        for step in steps
+        if step > clean
     )
 
 

@@ -84,51 +84,46 @@ _Seen = Sequence[tuple[RankState, Activity]]
 
 def guilty(run: Run) -> frozenset[int]:
     """Return the ranks that are certainly to blame, by the newest examination."""
-    still = hang_snapshot(run)
-    found = diagnose(still, ring_mismatch(run) is not None) if still is not None else []
+    hang = hang_snapshot(run)
+    found = diagnose(hang, ring_mismatch(run) is not None) if hang is not None else []
     errors = (each for each in found if each.severity is Severity.ERROR)
     return frozenset(rank for finding in errors for rank in finding.ranks)
 
 
-def diagnose(still: HangSnapshot, mismatched: bool) -> list[Finding]:
-    """Judge an examination.
-
-    Args:
-        still: The examination.
-        mismatched: The rings show different collectives, so that another finding names the cause.
-    """
-    lines = ras_evidence(still.record.ras, still.world_size)
+def diagnose(hang: HangSnapshot, mismatched: bool) -> list[Finding]:
+    """Judge an examination. If the rings are ``mismatched``, another finding names the cause."""
+    lines = ras_evidence(hang.record.ras, hang.world_size)
     found = [
-        replace(each, evidence=(*each.evidence, *lines)) for each in _explained(still, mismatched)
+        replace(each, evidence=(*each.evidence, *lines)) for each in _explained(hang, mismatched)
     ]
     # A late rank may be late because it has no core.
     short_of_cpu = any(
-        lacks_cpu(rank, still.record.limit) or starves(rank)
-        for rank in still.ranks
+        lacks_cpu(rank, hang.record.limit) or starves(rank)
+        for rank in hang.ranks
         if not rank.evidence.ended
     )
-    unexplained = not found and still.record.everybody and not mismatched and not short_of_cpu
-    if unexplained and any(rank.in_collective for rank in still.ranks):
-        found.append(_unexplained(still))
+    unexplained = not found and hang.record.everybody and not mismatched and not short_of_cpu
+    if unexplained and any(rank.in_collective for rank in hang.ranks):
+        found.append(_unexplained(hang))
     return [replace(each, subjects=each.subjects | {STANDSTILL}) for each in found]
 
 
-def _explained(still: HangSnapshot, mismatched: bool) -> Iterator[Finding]:
-    if not any(rank.joined for rank in still.ranks):
-        yield from _before_joining(still)
+def _explained(hang: HangSnapshot, mismatched: bool) -> Iterator[Finding]:
+    if not any(rank.joined for rank in hang.ranks):
+        yield from _before_joining(hang)
         return
-    waits = find_blocked(still)
-    states = [(rank, seen) for rank in still.ranks if (seen := state_of(rank)) is not None]
+    waits = find_blocked(hang)
+    states = [(rank, seen) for rank in hang.ranks if (seen := state_of(rank)) is not None]
     if states:
         # The earlier activity of such a rank is no evidence.
-        yield from _activities(still, states, waits[0] if waits else None)
+        yield from _activities(hang, states, waits[0] if waits else None)
     elif waits:
-        yield from _of_waits(still, mismatched, waits)
-    elif still.record.everybody:
-        yield from _none_waits(still)
+        yield from _of_waits(hang, mismatched, waits)
+    elif hang.record.everybody:
+        yield from _none_waits(hang)
 
 
-def _unexplained(still: HangSnapshot) -> Finding:
+def _unexplained(hang: HangSnapshot) -> Finding:
     """Report the facts if no rank is certainly to blame."""
 
     def doing(rank: RankState) -> str:
@@ -136,18 +131,18 @@ def _unexplained(still: HangSnapshot) -> Finding:
             return f"rank {rank.rank} waits in {rank.waits_in}"
         return f"rank {rank.rank} is in {rank.phase or 'start-up'}"
 
-    ranks = [rank for rank in still.ranks if rank.joined and not rank.evidence.ended]
+    ranks = [rank for rank in hang.ranks if rank.joined and not rank.evidence.ended]
     return Finding(
         code="DDP814",
         about="unexplained",
         severity=_lasting_severity(Severity.WARNING, ranks),
-        message=f"the job has made no progress for {still.record.seconds:.0f} s: "
+        message=f"the job has made no progress for {hang.record.seconds:.0f} s: "
         + "; ".join(f"{doing(rank)} at {quoted(rank.waits_at)}" for rank in ranks[:3]),
         ranks=tuple(rank.rank for rank in ranks),
         location=ranks[0].waits_at if ranks else None,
         evidence=(
             *(f"{doing(rank)} at {brief(rank.waits_at)}" for rank in ranks[3:8]),
-            *_without_stacks(still),
+            *_without_stacks(hang),
         ),
         fix="Compare the lines that the ranks are at: `ddpdoctor stacks` shows them in full."
         if len(ranks) > 1
@@ -168,12 +163,12 @@ def _identity(ranks: Sequence[RankState], severity: Severity) -> str:
     return f"{severity.label} {[rank.rank for rank in ranks]} {since}"
 
 
-def _without_stacks(still: HangSnapshot) -> tuple[str, ...]:
+def _without_stacks(hang: HangSnapshot) -> tuple[str, ...]:
     """Name the ranks without stacks, at most three."""
     found = [
         f"no stack of rank {rank.rank}: {rank.stacks.trouble}"
         + (f"; {rank.stacks.note}" if rank.stacks.note else "")
-        for rank in still.ranks
+        for rank in hang.ranks
         if rank.stacks is not None and rank.stacks.trouble and rank.dead_for is None
     ]
     return tuple(found[:3])
@@ -182,32 +177,32 @@ def _without_stacks(still: HangSnapshot) -> tuple[str, ...]:
 # -- some ranks wait in a collective
 
 
-def _of_waits(still: HangSnapshot, mismatched: bool, waits: Sequence[Blocked]) -> Iterator[Finding]:
+def _of_waits(hang: HangSnapshot, mismatched: bool, waits: Sequence[Blocked]) -> Iterator[Finding]:
     first = waits[0]
-    pair = point_to_point_finding(still.ranks)
+    pair = point_to_point_finding(hang.ranks)
     if pair is not None:
         yield pair
         return
     alone = guarded_call(waits)
     if alone is not None:
-        yield _with_nccl(still, alone)
+        yield _with_nccl(hang, alone)
         return
     if mismatched:
         return
     elsewhere = [rank for rank in first.absent if rank.in_collective]
     gone = [rank for rank in first.absent if not rank.in_collective]
     if gone:
-        starting = all(not rank.step for rank in still.ranks)
-        yield from _activities(still, [(rank, _missing(rank, starting)) for rank in gone], first)
+        starting = all(not rank.step for rank in hang.ranks)
+        yield from _activities(hang, [(rank, _missing(rank, starting)) for rank in gone], first)
     elif elsewhere:
         yield order_finding(waits)
     else:
-        yield from _all_there(still, first)
+        yield from _all_there(hang, first)
 
 
-def _with_nccl(still: HangSnapshot, found: Finding) -> Finding:
+def _with_nccl(hang: HangSnapshot, found: Finding) -> Finding:
     """Add NCCL's report of differing collectives."""
-    return replace(found, evidence=(*found.evidence, *unequal_sizes(still.stderr)))
+    return replace(found, evidence=(*found.evidence, *unequal_sizes(hang.stderr)))
 
 
 def _missing(rank: RankState, starting: bool) -> Activity:
@@ -219,12 +214,12 @@ def _missing(rank: RankState, starting: bool) -> Activity:
     return replace(end, severity=Severity.ERROR) if end else activity_of(rank, starting)
 
 
-def _activities(still: HangSnapshot, seen: _Seen, wait: Blocked | None) -> Iterator[Finding]:
+def _activities(hang: HangSnapshot, seen: _Seen, wait: Blocked | None) -> Iterator[Finding]:
     """Yield a finding for each thing that ranks do instead of joining the others."""
     kinds: dict[object, list[tuple[RankState, Activity]]] = defaultdict(list)
     for rank, each in seen:
         # A rank without a core has not had the time that every rank gets.
-        if each.severity >= Severity.ERROR or not lacks_cpu(rank, still.record.limit):
+        if each.severity >= Severity.ERROR or not lacks_cpu(rank, hang.record.limit):
             kinds[each.code, each.location, each.severity].append((rank, each))
     culprits = {rank.rank for rank, _ in seen}
     waiting = [r for r in (wait.waiting if wait is not None else ()) if r.rank not in culprits]
@@ -232,7 +227,7 @@ def _activities(still: HangSnapshot, seen: _Seen, wait: Blocked | None) -> Itera
         ranks = [rank for rank, _ in found]
         each = found[0][1]
         severity = each.severity
-        if not still.record.everybody and each.code in ("DDP802", "DDP807", "DDP811"):
+        if not hang.record.everybody and each.code in ("DDP802", "DDP807", "DDP811"):
             severity = min(severity, Severity.WARNING)
         elif each.code in ("DDP802", "DDP809"):
             severity = _lasting_severity(severity, ranks)
@@ -250,12 +245,12 @@ def _activities(still: HangSnapshot, seen: _Seen, wait: Blocked | None) -> Itera
                 *each.evidence,
                 *((frames,) if native else ()),
                 *(waiting_line(rank) for rank in waiting[:3]),
-                *still.by_node(ranks),
-                *_without_stacks(still),
+                *hang.by_node(ranks),
+                *_without_stacks(hang),
             ),
-            fix=each.fix or (_TOGETHER if still.world_size != 1 else _OUTSIDE),
+            fix=each.fix or (_TOGETHER if hang.world_size != 1 else _OUTSIDE),
             traceback=ranks[0].traceback,
-            moment=still.record.time,
+            moment=hang.record.time,
         )
 
 
@@ -280,12 +275,12 @@ def _sentence(
     return f"{who} {text}; {others} {verb} for {'them' if plural else 'it'} in {wait.what} at {at}"
 
 
-def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
+def _all_there(hang: HangSnapshot, one: Blocked) -> Iterator[Finding]:
     """Judge a collective in which no observable rank is missing."""
     waiting = one.waiting
     same = same_number([one])
     if same is not None:
-        yield _with_nccl(still, different_calls_finding(same))
+        yield _with_nccl(hang, different_calls_finding(same))
     elif one.unseen and waiting[0].evidence.dump:
         yield Finding(
             code="DDP802",
@@ -301,34 +296,33 @@ def _all_there(still: HangSnapshot, one: Blocked) -> Iterator[Finding]:
             "`ddpdoctor report --log FILE`.",
         )
     elif one.unseen:
-        absent, why = _absent_by_ras(still, one)
+        absent, why = _absent_by_ras(hang, one)
         yield Finding(
             code="DDP802",
             about="other nodes",
             severity=Severity.WARNING,
-            message=f"all ranks of this node wait in {one.what}; {still.nodes.places(absent)} "
-            f"{why}",
+            message=f"all ranks of this node wait in {one.what}; {hang.nodes.places(absent)} {why}",
             ranks=absent,
             location=waiting[0].waits_at,
-            evidence=(*(waiting_line(rank) for rank in waiting[:4]), *still.dead_links),
-            fix=still.nodes.and_check("Look at what ddpdoctor says on the other nodes."),
-            paste=still.nodes.check_line,
+            evidence=(*(waiting_line(rank) for rank in waiting[:4]), *hang.dead_links),
+            fix=hang.nodes.and_check("Look at what ddpdoctor says on the other nodes."),
+            paste=hang.nodes.check_line,
         )
-    elif len(waiting) < len(still.ranks) or not still.record.everybody:
+    elif len(waiting) < len(hang.ranks) or not hang.record.everybody:
         # The others are in a later collective, which these ranks may still reach.
         return
     elif not any(starves(rank) for rank in waiting):
         # Otherwise the threads that run it have no core.
-        yield _by_gpus(still, one)
+        yield _by_gpus(hang, one)
 
 
-def _by_gpus(still: HangSnapshot, one: Blocked) -> Finding:
+def _by_gpus(hang: HangSnapshot, one: Blocked) -> Finding:
     """Judge a collective of all ranks by whether their GPUs have reached it."""
     waiting = one.waiting
     arrivals = {rank.rank: gpu_arrival(rank) for rank in waiting}
     late = [rank for rank in waiting if arrivals[rank.rank] == "behind"]
     if late:
-        return _late_gpus(still, one, late)
+        return _late_gpus(hang, one, late)
     alone = len(waiting) == 1
     several = "all ranks that left a dump have" if waiting[0].evidence.dump else "all ranks have"
     who = f"{named([waiting[0].rank])} has" if alone else several
@@ -354,7 +348,7 @@ def _by_gpus(still: HangSnapshot, one: Blocked) -> Finding:
     else:
         cause = "the network between them, or the backend"
     network = "network" in cause
-    links = still.dead_links if network else ()
+    links = hang.dead_links if network else ()
     return Finding(
         code="DDP814",
         about="all there",
@@ -362,13 +356,13 @@ def _by_gpus(still: HangSnapshot, one: Blocked) -> Finding:
         message=f"{who} been in {one.what} for {waiting[0].seconds} s and it does not end: {cause}",
         ranks=tuple(rank.rank for rank in waiting),
         location=waiting[0].waits_at,
-        evidence=(*(waiting_line(rank) for rank in waiting[:4]), *links, *_without_stacks(still)),
-        fix=still.nodes.and_check(fix) if network else fix,
-        paste=still.nodes.check_line if network else "",
+        evidence=(*(waiting_line(rank) for rank in waiting[:4]), *links, *_without_stacks(hang)),
+        fix=hang.nodes.and_check(fix) if network else fix,
+        paste=hang.nodes.check_line if network else "",
     )
 
 
-def _late_gpus(still: HangSnapshot, one: Blocked, late: Sequence[RankState]) -> Finding:
+def _late_gpus(hang: HangSnapshot, one: Blocked, late: Sequence[RankState]) -> Finding:
     """Report GPUs that still run work queued before the collective."""
     ranks = [rank.rank for rank in late]
     others = [rank for rank in one.waiting if rank not in late]
@@ -385,26 +379,26 @@ def _late_gpus(still: HangSnapshot, one: Blocked, late: Sequence[RankState]) -> 
         f"queued before it, for {late[0].seconds} s: {text}",
         ranks=tuple(ranks),
         location=place or called,
-        evidence=(*(waiting_line(rank) for rank in others[:3]), *_without_stacks(still)),
+        evidence=(*(waiting_line(rank) for rank in others[:3]), *_without_stacks(hang)),
         fix=STUCK_GPU,
         traceback=late[0].traceback,
-        moment=still.record.time,
+        moment=hang.record.time,
     )
 
 
 # -- no rank waits in a collective
 
 
-def _none_waits(still: HangSnapshot) -> Iterator[Finding]:
-    starting = all(not rank.step for rank in still.ranks)
+def _none_waits(hang: HangSnapshot) -> Iterator[Finding]:
+    starting = all(not rank.step for rank in hang.ranks)
     seen = [
         (rank, exit_wait(rank) or activity_of(rank, starting))
-        for rank in still.ranks
+        for rank in hang.ranks
         if rank.watched
     ]
     explained = [(rank, each) for rank, each in seen if each.code not in ("DDP802", "DDP811")]
     if explained:
-        yield from _activities(still, explained, None)
+        yield from _activities(hang, explained, None)
         return
     if not seen or not all(_is_idle(rank, each) for rank, each in seen):
         return
@@ -440,11 +434,11 @@ def _is_idle(rank: RankState, each: Activity) -> bool:
 # -- no rank comes out of ``init_process_group``
 
 
-def _before_joining(still: HangSnapshot) -> Iterator[Finding]:
-    seen = [(rank, activity_of(rank, True)) for rank in still.ranks]
+def _before_joining(hang: HangSnapshot) -> Iterator[Finding]:
+    seen = [(rank, activity_of(rank, True)) for rank in hang.ranks]
     joining = [(rank, each) for rank, each in seen if each.code == "DDP813"]
     others = [(rank, each) for rank, each in seen if each.code != "DDP813"]
-    late = list(_late(others, joining, still)) if joining else []
+    late = list(_late(others, joining, hang)) if joining else []
     if late:
         yield from late[:3]
     elif any(rank.dead_for is None for rank, _ in others):
@@ -455,40 +449,40 @@ def _before_joining(still: HangSnapshot) -> Iterator[Finding]:
         # rank writes shows nothing: the one with the store asks it for others a hundred times a
         # second.
         at_work = any(computes(rank) or moves_data(rank) for rank, _ in joining)
-        busy = still.record.launcher_works or at_work
-        report = _all_joining if _all_came(still) else _not_all_joining
-        yield from () if busy else (report(joining, still),)
-    elif not still.ranks and still.manifest.get("launcher") == "torchrun":
-        yield from _torchrun_alone(still)
+        busy = hang.record.launcher_works or at_work
+        report = _all_joining if _all_came(hang) else _not_all_joining
+        yield from () if busy else (report(joining, hang),)
+    elif not hang.ranks and hang.manifest.get("launcher") == "torchrun":
+        yield from _torchrun_alone(hang)
 
 
-def _all_came(still: HangSnapshot) -> bool:
+def _all_came(hang: HangSnapshot) -> bool:
     """Return whether all expected ranks are in ``init_process_group``."""
-    asked = {rank.stacks.world_size for rank in still.ranks if rank.stacks is not None}
-    return 0 not in asked and 0 < max(asked, default=0) <= len(still.ranks)
+    asked = {rank.stacks.world_size for rank in hang.ranks if rank.stacks is not None}
+    return 0 not in asked and 0 < max(asked, default=0) <= len(hang.ranks)
 
 
-def _torchrun_alone(still: HangSnapshot) -> Iterator[Finding]:
+def _torchrun_alone(hang: HangSnapshot) -> Iterator[Finding]:
     """Report that torchrun has started no rank because it waits for other nodes."""
-    if still.nodes.several:
+    if hang.nodes.several:
         yield Finding(
             code="DDP813",
             about="rendezvous",
             severity=Severity.ERROR,
-            message=f"torchrun has waited in rendezvous for {still.record.seconds:.0f} s: of "
-            f"{still.nodes.number} nodes, not all have come",
-            evidence=(*_launch_options(still), *still.dead_links),
-            fix=still.nodes.and_check(
+            message=f"torchrun has waited in rendezvous for {hang.record.seconds:.0f} s: of "
+            f"{hang.nodes.number} nodes, not all have come",
+            evidence=(*_launch_options(hang), *hang.dead_links),
+            fix=hang.nodes.and_check(
                 "Start the command on every node, with the same --nnodes, --rdzv-id and "
                 "--rdzv-endpoint (or --master-addr), each with its own --node-rank."
             ),
-            paste=still.nodes.check_line,
+            paste=hang.nodes.check_line,
         )
 
 
-def _is_late(rank: RankState, joining: _Seen, still: HangSnapshot) -> bool:
+def _is_late(rank: RankState, joining: _Seen, hang: HangSnapshot) -> bool:
     """Return whether a rank does something else although it had the time and a core to join."""
-    limit = still.record.limit
+    limit = hang.record.limit
     if rank.frame is None or came_since(rank) or lacks_cpu(rank, limit):
         return False
     # A process's waits for a core are unknown before it is a rank. Compare its CPU time with that
@@ -497,11 +491,11 @@ def _is_late(rank: RankState, joining: _Seen, still: HangSnapshot) -> bool:
     return not starves(rank) or rank.activity.ran >= _MAX_CPU_FACTOR * max(needed, limit)
 
 
-def _late(others: _Seen, joining: _Seen, still: HangSnapshot) -> Iterator[Finding]:
+def _late(others: _Seen, joining: _Seen, hang: HangSnapshot) -> Iterator[Finding]:
     """Report ranks that have not reached ``init_process_group``, where others wait for them."""
     waits = f"{named([r.rank for r, _ in joining])} {'wait' if len(joining) > 1 else 'waits'}"
     for rank, each in others:
-        if not _is_late(rank, joining, still):
+        if not _is_late(rank, joining, hang):
             continue
         unknown = each.code == "DDP802"
         text = f"has not come to init_process_group: it {each.text}" if unknown else each.text
@@ -511,7 +505,7 @@ def _late(others: _Seen, joining: _Seen, still: HangSnapshot) -> Iterator[Findin
             # It may wait for a lock or a file.
             severity=min(each.severity, Severity.WARNING) if unknown else each.severity,
             message=f"rank {rank.rank} {text}; {waits} for it in init_process_group for "
-            f"{still.record.seconds:.0f} s, at {quoted(joining[0][0].site)}",
+            f"{hang.record.seconds:.0f} s, at {quoted(joining[0][0].site)}",
             ranks=(rank.rank,),
             location=each.location,
             evidence=each.evidence,
@@ -522,9 +516,9 @@ def _late(others: _Seen, joining: _Seen, still: HangSnapshot) -> Iterator[Findin
         )
 
 
-def _all_joining(joining: _Seen, still: HangSnapshot) -> Finding:
+def _all_joining(joining: _Seen, hang: HangSnapshot) -> Finding:
     rank, each = joining[0]
-    seconds = f"{still.record.seconds:.0f} s"
+    seconds = f"{hang.record.seconds:.0f} s"
     return Finding(
         code="DDP814",
         about="all there",
@@ -536,35 +530,35 @@ def _all_joining(joining: _Seen, still: HangSnapshot) -> Finding:
         "size says, and it does not end: the store, or the backend",
         ranks=tuple(rank.rank for rank, _ in joining),
         location=each.location,
-        evidence=still.dead_links,
-        fix=still.nodes.and_check(_CHECK_NETWORK),
-        paste=still.nodes.check_line,
+        evidence=hang.dead_links,
+        fix=hang.nodes.and_check(_CHECK_NETWORK),
+        paste=hang.nodes.check_line,
         traceback=rank.traceback,
     )
 
 
-def _not_all_joining(joining: _Seen, still: HangSnapshot) -> Finding:
+def _not_all_joining(joining: _Seen, hang: HangSnapshot) -> Finding:
     """Report that fewer ranks came than the world size requires, or that no rank opens a store."""
     rank, each = joining[0]
     verb = "wait" if len(joining) > 1 else "waits"
     missing, fix, paste = "ranks that never came", _START, ""
-    evidence = (*_launch_options(still), *still.dead_links)
-    if still.nodes.several:
-        worlds = (one.stacks.world_size for one in still.ranks if one.stacks is not None)
+    evidence = (*_launch_options(hang), *hang.dead_links)
+    if hang.nodes.several:
+        worlds = (one.stacks.world_size for one in hang.ranks if one.stacks is not None)
         world = min(max(worlds, default=0), MAX_WORLD_SIZE)
-        absent = sorted(set(range(world)) - {one.rank for one in still.ranks})
-        missing = f"{still.nodes.places(absent)}, not seen from this node" if absent else missing
-        fix, paste = still.nodes.and_check(_START), still.nodes.check_line
-    if still.store is not None:
+        absent = sorted(set(range(world)) - {one.rank for one in hang.ranks})
+        missing = f"{hang.nodes.places(absent)}, not seen from this node" if absent else missing
+        fix, paste = hang.nodes.and_check(_START), hang.nodes.check_line
+    if hang.store is not None:
         paste = ""
-        missing = f"a store at {store_address(still.store)} that no rank opens"
-        fix, evidence = store_advice(still.store)
+        missing = f"a store at {store_address(hang.store)} that no rank opens"
+        fix, evidence = store_advice(hang.store)
     return Finding(
         code="DDP813",
         about="rendezvous",
         severity=Severity.ERROR,
         message=f"{named([rank.rank for rank, _ in joining])} {verb} in init_process_group at "
-        f"{quoted(each.location)} for {missing}, for {still.record.seconds:.0f} s",
+        f"{quoted(each.location)} for {missing}, for {hang.record.seconds:.0f} s",
         ranks=tuple(rank.rank for rank, _ in joining),
         location=each.location,
         evidence=evidence,
@@ -574,18 +568,18 @@ def _not_all_joining(joining: _Seen, still: HangSnapshot) -> Finding:
     )
 
 
-def _launch_options(still: HangSnapshot) -> tuple[str, ...]:
+def _launch_options(hang: HangSnapshot) -> tuple[str, ...]:
     names = ("--nnodes", "--nproc-per-node", "--node-rank", "--rdzv-endpoint", "--master-addr")
-    seen = [f"{name} {value}" for name in names if (value := option(still.manifest, name))]
+    seen = [f"{name} {value}" for name in names if (value := option(hang.manifest, name))]
     return (f"started with {' '.join(seen)}",) if seen else ()
 
 
 # -- what NCCL's RAS says, which knows the ranks of all nodes
 
 
-def _absent_by_ras(still: HangSnapshot, one: Blocked) -> tuple[tuple[int, ...], str]:
+def _absent_by_ras(hang: HangSnapshot, one: Blocked) -> tuple[tuple[int, ...], str]:
     """Return the ranks of other nodes that did not join a collective, with the evidence."""
-    ras, world = still.record.ras, still.world_size
+    ras, world = hang.record.ras, hang.world_size
     silent = unanswered_ranks(ras, world) & set(one.unseen)
     if silent:
         verb = "do" if len(silent) > 1 else "does"

@@ -43,7 +43,7 @@ def leavers(run: Run) -> Iterator[tuple[Rank, list[Rank]]]:
 
 
 def is_explained(run: Run) -> bool:
-    """Return whether an earlier exception or missing reduction explains it (DDP901, DDP305).
+    """Return whether an earlier exception (DDP901) or missing reduction (DDP305) is the cause.
 
     Relations between the rules cannot express this: ends of jobs have these codes as well, and
     follow from standstills.

@@ -7,7 +7,7 @@ import pickletools
 import re
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
@@ -212,10 +212,6 @@ def _first_byte(path: str, links: bool) -> bytes:
 def load_file(path: str, links: bool) -> JsonObject:
     """Load a dump, which is a pickle or JSON.
 
-    Args:
-        path: The file.
-        links: It may be a link.
-
     Raises:
         OSError: It cannot be opened, or is too large.
         ValueError: It is neither, or takes too much memory.
@@ -300,10 +296,7 @@ class _Dump:
 
 
 def read(names: Sequence[str]) -> Dumps:
-    """Read the files of a job.
-
-    Args:
-        names: Directories with such files, or the files.
+    """Read the files of a job, given by their names or their directories.
 
     Raises:
         DoctorError: There are none.
@@ -331,7 +324,15 @@ def read(names: Sequence[str]) -> Dumps:
     # gloo does not record the members of its groups. Use all ranks in the files.
     known = set(dumps).union(*(ranks for each in dumps.values() for ranks in each.groups.values()))
     world = range(max(known) + 1)
-    record = _examination(dumps, world)
+    taken = max(each.written for each in dumps.values())
+    members: dict[str, str] = {}
+    for dump in dumps.values():
+        members |= {each.group: each.members for each in dump.entries}
+    members["0"] = spans(world)
+    ranks = tuple(_rank(rank, dump, taken, members) for rank, dump in sorted(dumps.items()))
+    last = max(each.since for each in ranks)
+    seconds = round((taken - last) / 1e9, 1)
+    record = HangRecord(time=taken, number=1, restart=0, seconds=seconds, ranks=ranks)
     supervisor = Records((record,))
     return Dumps(
         Run(path=Path(names[0]), manifest={}, ranks=(), supervisor=supervisor, taken=record.time),
@@ -474,19 +475,6 @@ def _window(calls: Sequence[FlightCall], kept: int) -> list[FlightCall]:
 # -- all files
 
 
-def _examination(dumps: Mapping[int, _Dump], world: Iterable[int]) -> HangRecord:
-    """Make a record of the files like that of an examination."""
-    taken = max(each.written for each in dumps.values())
-    members: dict[str, str] = {}
-    for dump in dumps.values():
-        members |= {each.group: each.members for each in dump.entries}
-    members["0"] = spans(world)
-    ranks = tuple(_rank(rank, dump, taken, members) for rank, dump in sorted(dumps.items()))
-    last = max(each.since for each in ranks)
-    seconds = round((taken - last) / 1e9, 1)
-    return HangRecord(time=taken, number=1, restart=0, seconds=seconds, ranks=ranks)
-
-
 def _remark(record: HangRecord) -> str:
     """Return why the ranks of these files do not hang; empty if they do."""
     waits = [each for each in record.ranks if each.phase]
@@ -504,10 +492,7 @@ def _remark(record: HangRecord) -> str:
 
 
 def _rank(rank: int, dump: _Dump, taken: int, members: Mapping[str, str]) -> RankEvidence:
-    """Convert a rank's file to evidence, with times by one clock.
-
-    The ranks write their files at the same time.
-    """
+    """Convert a rank's file to evidence by one clock. All ranks write at the same time."""
     shift = taken - dump.written
     calls = tuple(
         replace(each, members=members[each.group], created=each.created + shift)

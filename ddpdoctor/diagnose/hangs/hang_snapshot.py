@@ -50,12 +50,7 @@ _NO_ACTIVITY = ProcessActivity()
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank of a job that makes no progress.
-
-    Attributes:
-        evidence: The recorded evidence.
-        taken: Its time in Unix nanoseconds.
-    """
+    """One rank of a job that makes no progress, at a time in Unix nanoseconds."""
 
     evidence: RankEvidence
     taken: int
@@ -297,13 +292,9 @@ class HangSnapshot:
     """A job that makes no progress: the input of the diagnosis of a hang.
 
     Attributes:
-        record: The examination.
-        ranks: The state of each rank.
         world_size: The ranks of the job, on all nodes.
         manifest: The run's manifest, with the command of the job.
         store: A store that ranks wait for and that none of them opens.
-        stderr: The end of the job's stderr.
-        nodes: The nodes of the job.
     """
 
     record: HangRecord
@@ -383,30 +374,30 @@ class Blocked:
         }
 
 
-def find_blocked(still: HangSnapshot) -> list[Blocked]:
+def find_blocked(hang: HangSnapshot) -> list[Blocked]:
     """Return the collectives that ranks wait in, those with most waiting ranks first."""
-    waiting = [rank for rank in still.ranks if rank.in_collective]
+    waiting = [rank for rank in hang.ranks if rank.in_collective]
     by_flight = {rank.rank: call for rank in waiting if (call := rank.blocked)}
     by_ring = {rank.rank: call for rank in waiting if (call := rank.under_way)}
     if len(by_flight) == len(waiting):
-        found = list(_by_calls(still, waiting, by_flight, True))
+        found = list(_by_calls(hang, waiting, by_flight, True))
     elif len(by_ring) == len(waiting):
-        found = list(_by_calls(still, waiting, by_ring, False))
+        found = list(_by_calls(hang, waiting, by_ring, False))
     else:
-        found = list(_by_phase(still, waiting))
+        found = list(_by_phase(hang, waiting))
     return sorted(found, key=lambda each: -len(each.waiting))
 
 
 def _by_calls(
-    still: HangSnapshot, waiting: list[RankState], calls: Mapping[int, Call], flight: bool
+    hang: HangSnapshot, waiting: list[RankState], calls: Mapping[int, Call], flight: bool
 ) -> Iterator[Blocked]:
     for numbering in sorted({call.numbering for call in calls.values()}):
         inside = [rank for rank in waiting if calls[rank.rank].numbering == numbering]
         least = min(calls[rank.rank].sequence for rank in inside)
         here = [rank for rank in inside if calls[rank.rank].sequence == least]
         group, present = numbering[0], {rank.rank for rank in inside}
-        members = _members(still, group, [calls[rank.rank] for rank in inside])
-        known = [rank for rank in still.ranks if not rank.forgot(group)]
+        members = _members(hang, group, [calls[rank.rank] for rank in inside])
+        known = [rank for rank in hang.ranks if not rank.forgot(group)]
         yield Blocked(
             call=calls[here[0].rank],
             waiting=tuple(here),
@@ -422,18 +413,18 @@ def _by_calls(
         )
 
 
-def _members(still: HangSnapshot, group: str, calls: list[Call]) -> frozenset[int]:
+def _members(hang: HangSnapshot, group: str, calls: list[Call]) -> frozenset[int]:
     """Return the ranks of a group, by its calls."""
-    rings = (call for rank in still.ranks for call in rank.ring if call.group == group)
+    rings = (call for rank in hang.ranks for call in rank.ring if call.group == group)
     members = next((call.members for call in (*calls, *rings) if call.members), "")
     if members:
         return parse_ranks(members)
     if group in ("", "0"):
-        return frozenset(range(still.world_size))
+        return frozenset(range(hang.world_size))
     # No rank described the group. Use the ranks that called its collectives.
     return frozenset(
         rank.rank
-        for rank in still.ranks
+        for rank in hang.ranks
         if any(call.group == group for call in (*(rank.flight or ()), *rank.ring))
     )
 
@@ -454,14 +445,14 @@ def _last(calls: tuple[Call, ...] | None, numbering: tuple[str, str]) -> int:
     return max((call.sequence for call in calls or () if call.numbering == numbering), default=0)
 
 
-def _by_phase(still: HangSnapshot, waiting: list[RankState]) -> Iterator[Blocked]:
+def _by_phase(hang: HangSnapshot, waiting: list[RankState]) -> Iterator[Blocked]:
     """Assume that all ranks in one phase are in one collective, if only status pages are known."""
-    unseen = sorted(set(range(still.world_size)) - {rank.rank for rank in still.ranks})
+    unseen = sorted(set(range(hang.world_size)) - {rank.rank for rank in hang.ranks})
     for kind in sorted({(rank.phase, rank.evidence.collective) for rank in waiting}):
         here = [r for r in waiting if (r.phase, r.evidence.collective) == kind]
         if kind[0] == Phase.BACKWARD.label:
             most = max(rank.evidence.reduced for rank in here)
             here = [rank for rank in here if rank.evidence.reduced == most]
         present = {rank.rank for rank in here}
-        absent = tuple(rank for rank in still.ranks if rank.rank not in present)
+        absent = tuple(rank for rank in hang.ranks if rank.rank not in present)
         yield Blocked(here[0].under_way, tuple(here), absent, tuple(unseen))

@@ -14,7 +14,14 @@ from typing import Literal
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.hangs.hang_snapshot import BUSY, MIN_PENDING_NS, RankState
-from ddpdoctor.diagnose.source_files import brief, holds, location, quoted, source_of
+from ddpdoctor.diagnose.source_files import (
+    brief,
+    holds,
+    location,
+    names_in,
+    quoted,
+    source_of,
+)
 from ddpdoctor.run.records.supervisor import ChildState, Frame, RankEvidence
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.frames import is_probe_path, is_user_path
@@ -265,14 +272,10 @@ def lasts(rank: RankState) -> bool:
 
 
 def with_steadiness(now: RankState, before: RankState | None) -> RankEvidence:
-    """Return the evidence about a rank with ``steady`` and ``steadied``.
+    """Return a rank's evidence with ``steady`` and ``steadied``, given its previous examination.
 
     An examination counts if the rank has been silent for longer by half since the last one that
     did. Time in which it had no core does not count as silence.
-
-    Args:
-        now: The rank.
-        before: The same rank in the previous examination.
     """
     got = now.seconds - now.evidence.lost
     first = replace(now.evidence, steady=1, steadied=got)
@@ -298,10 +301,7 @@ def with_steadiness(now: RankState, before: RankState | None) -> RankEvidence:
 
 
 def _polling(frames: tuple[Frame, ...], rank: RankState) -> tuple[object, ...] | None:
-    """Return the polling loop that a stack is in, with the frames that led to it.
-
-    None without one.
-    """
+    """Return the polling loop that a stack is in, with the frames that led to it, or None."""
     for number, frame in reversed(list(enumerate(frames))):
         if is_user_path(frame.path):
             loop = _polling_loop(frame, rank)
@@ -325,7 +325,5 @@ def _polling_loop(frame: Frame, rank: RankState) -> ast.While | None:
     sites = map(location, rank.evidence.sites.values())
     if any(at is not None and at.path == frame.path and holds(loop, at.line) for at in sites):
         return None
-    tested = {each.id for each in ast.walk(loop.test) if isinstance(each, ast.Name)}
-    inside = (each for part in loop.body for each in ast.walk(part))
-    stored = {n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    return loop if stored.isdisjoint(tested) else None
+    stored = names_in(*loop.body, stored=True)
+    return loop if stored.isdisjoint(names_in(loop.test)) else None

@@ -41,13 +41,9 @@ class Activity:
     """The activity of a rank.
 
     Attributes:
-        code: The code of its finding.
         text: What it does, as the end of a sentence that begins with the rank:
             ``is stopped (SIGSTOP)``.
         severity: An error if it does not end without help.
-        location: The rank's line.
-        fix: The fix.
-        evidence: More facts.
     """
 
     code: str
@@ -138,12 +134,7 @@ def _holds_the_gil(rank: RankState, where: str, native: tuple[str, ...]) -> Acti
 
 
 def activity_of(rank: RankState, starting: bool) -> Activity:
-    """Return the activity of a rank that is not in a collective.
-
-    Args:
-        rank: The rank.
-        starting: Whether no rank has closed its first step yet.
-    """
+    """Return the activity of a rank in no collective; ``starting`` until any step is closed."""
     known = state_of(rank)
     if known is not None:
         return known
@@ -174,10 +165,7 @@ def activity_of(rank: RankState, starting: bool) -> Activity:
 
 
 def _held(rank: RankState, duration: str) -> Activity | None:
-    """Describe a host that waits for its GPU.
-
-    The GPU's work is to blame, at whatever line it is.
-    """
+    """Describe a host that waits for its GPU. The GPU's work is to blame, not the host's line."""
     if not gpu_holds_host(rank):
         return None
     text, place = gpu_work(rank)

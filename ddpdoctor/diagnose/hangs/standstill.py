@@ -36,8 +36,8 @@ def stands_still(run: Run) -> Iterator[Finding]:
     if is_explained(run):
         return
     mismatch = ring_mismatch(run)
-    still = hang_snapshot(run)
-    hung = diagnose(still, mismatch is not None) if still is not None else []
+    hang = hang_snapshot(run)
+    hung = diagnose(hang, mismatch is not None) if hang is not None else []
     failure = first_failure(run, run.restarts[-1])
     if failure is not None and failure.kind == "exception":
         # The process may take seconds to end after the exception, for which the others wait.

@@ -22,13 +22,7 @@ def _first(run: Run, declared: type[R]) -> list[tuple[Rank, R]]:
 
 
 def _all_wrote(run: Run, found: list[tuple[Rank, R]], step: int) -> bool:
-    """Return whether every other rank would have written such a record by now.
-
-    Args:
-        run: The run.
-        found: The ranks with a record.
-        step: The step whose line follows the record in the journal.
-    """
+    """Return whether every other rank would have written such a record before this step's line."""
     if run.exit_status is not None:
         return True
     have = {rank.rank for rank, _ in found}

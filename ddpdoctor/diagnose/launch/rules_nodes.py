@@ -1,6 +1,6 @@
 """Rules for nodes of one job that differ or are lost (DDP052, DDP056, DDP057, DDP058, DDP215).
 
-The first four are also checks of `ddpdoctor check`, with longer pages.
+The first four are also checks of `ddpdoctor check`, which hold the pages.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import duration, named
 from ddpdoctor.core.relations import Lapsed, certain
 from ddpdoctor.diagnose.hangs.job_nodes import job_nodes
+from ddpdoctor.diagnose.launch.node_differences import (
+    CLOCK_FAIL_S,
+    CLOCK_WARN_S,
+    OF_EACH_NODE,
+    minor,
+)
 from ddpdoctor.run import code_version
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.supervisor import LinkRecord, NodeRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.vitals import gpu_counts
-
-CLOCK_WARN_S = 1.0
-CLOCK_FAIL_S = 10.0
-
-OF_EACH_NODE = ("_IFNAME", "_IB_HCA", "_DEBUG", "_DEBUG_FILE", "_TOPO_FILE", "_HOSTID")
-"""Suffixes of variables that may differ between nodes."""
 
 LOST_FOR_NS = 5_000_000_000
 """Nanoseconds from the detected loss of a node, which takes 10 s, to the report."""
@@ -40,26 +40,7 @@ _VERSIONS = {
 
 @rule("DDP052", "clocks", Severity.WARNING)
 def clocks(run: Run) -> Iterator[Finding]:
-    """The clocks of the nodes differ.
-
-    What it finds
-        A node whose wall clock differs from that of rank 0's node by more than 1 s (warning) or
-        more than 10 s (error), after subtracting the error of the measurement.
-
-    Why it is bad
-        torchrun's rendezvous uses the clock to decide which nodes are alive. Logs of the nodes
-        cannot be compared. ddpdoctor's own times are aligned.
-
-    How to fix it
-        Run a time service on every node: `sudo timedatectl set-ntp true`.
-
-    Example
-        Wrong: a machine that was suspended, without NTP.
-        Right: chrony or systemd-timesyncd on every node.
-
-    When it stays silent
-        If all clocks are within 1 s.
-    """
+    """The clocks of the nodes differ."""
     here = _head(run)
     for node in run.nodes:
         ahead = node.ahead
@@ -79,28 +60,7 @@ def clocks(run: Run) -> Iterator[Finding]:
 
 @rule("DDP056", "link-speed", Severity.INFO)
 def full_links(run: Run) -> Iterator[Finding]:
-    """The ranks wait for a link between two nodes, which is full.
-
-    What it finds
-        Ranks that wait for half of their steps or more, and a TCP connection of theirs to another
-        node that has had data on the way for half of the time, twice in a row, as fast as the path
-        delivers (the kernel's counts).
-
-    Why it is bad
-        An all_reduce is as fast as its slowest link: one cable at 1 Gbit/s slows down all nodes.
-
-    How to fix it
-        `ddpdoctor check` measures all links, and says whether this one is slower than the others.
-        If none is slow, send less: larger batches, gradient accumulation with `no_sync()`,
-        `bf16_compress_hook`.
-
-    Example
-        Wrong: gloo on the management network of 1 Gbit/s.
-        Right: `GLOO_SOCKET_IFNAME` and `NCCL_SOCKET_IFNAME` set to the fast one.
-
-    When it stays silent
-        With InfiniBand and RoCE, which send without TCP, and while no rank waits.
-    """
+    """The ranks wait for a link between two nodes, which is full."""
     hosts: dict[str, set[str]] = defaultdict(set)
     links: dict[tuple[str, str], list[LinkRecord]] = defaultdict(list)
     for each in run.supervisor.of(LinkRecord):
@@ -129,29 +89,7 @@ def full_links(run: Run) -> Iterator[Finding]:
 
 @rule("DDP057", "node-versions", Severity.WARNING)
 def node_versions(run: Run) -> Iterator[Finding]:
-    """The nodes have different versions of torch, NCCL, CUDA, the driver or Python, or settings.
-
-    What it finds
-        Different torch or NCCL versions (errors; a warning if torch differs only in its last
-        number), different CUDA versions, NVIDIA drivers or Python minor versions, and NCCL or gloo
-        variables that are not the same on every node, except those that name devices or files.
-        Different models or numbers of GPUs are infos.
-
-    Why it is bad
-        Different NCCL versions fail with "unhandled system error" or hang. Different torch versions
-        may split gradients into different buckets: wrong sums or a hang. An NCCL algorithm that is
-        set on one node only is a hang. All ranks wait for the slowest model of GPU.
-
-    How to fix it
-        Use the same environment on every node: one container image or one lock file.
-
-    Example
-        Wrong: `pip install torch` on each node, a month apart.
-        Right: `pip install -r requirements.lock` on each node.
-
-    When it stays silent
-        If the versions are equal, or the job runs on one node.
-    """
+    """The nodes have different versions of torch, NCCL, CUDA, the driver or Python, or settings."""
     ranks = [rank for rank in run.last if rank.opened.versions]
     if len({rank.opened.host for rank in ranks}) < 2:
         return
@@ -160,8 +98,8 @@ def node_versions(run: Run) -> Iterator[Finding]:
         if name in ("nccl", "driver"):
             # A missing or unknown value is not a different version.
             values.pop("", None)
-        minor = {_minor(value) for value in values}
-        severe = name == "nccl" or (name == "torch" and len(minor) > 1)
+        minors = {minor(value) for value in values}
+        severe = name == "nccl" or (name == "torch" and len(minors) > 1)
         severity = Severity.ERROR if severe else Severity.WARNING
         yield from _differ("DDP057", severity, f"{what} is not the same on all nodes", values)
     models = _by_value(ranks, _gpu_model)
@@ -184,27 +122,7 @@ def node_versions(run: Run) -> Iterator[Finding]:
 
 @rule("DDP058", "same-code", Severity.ERROR)
 def same_code(run: Run) -> Iterator[Finding]:
-    """The nodes do not have the same script or commit.
-
-    What it finds
-        A script, or Python files beside it, whose content differs between nodes, or another commit
-        of their git repository.
-
-    Why it is bad
-        Ranks that run different code call different collectives. The job hangs, or it trains and
-        gives a wrong model.
-
-    How to fix it
-        Check out the same commit on every node, or put the code in a directory that all nodes
-        share.
-
-    Example
-        Wrong: `git pull` on node 0 only.
-        Right: `git checkout 3f2a91c` on every node.
-
-    When it stays silent
-        If everything is equal, or the job runs on one node.
-    """
+    """The nodes do not have the same script or commit."""
     own = code_version.read(run.path) if run.nodes else None
     if own is None or not own.script:
         return
@@ -336,11 +254,7 @@ def _gpu_counts(run: Run, ranks: Sequence[Rank]) -> dict[str, list[str]]:
 
 def _shortened(name: str, rank: Rank) -> str:
     version = rank.opened.versions.get(name, "")
-    return _minor(version) if name == "python" else version
-
-
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
+    return minor(version) if name == "python" else version
 
 
 def _differ(

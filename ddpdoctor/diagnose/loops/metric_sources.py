@@ -5,23 +5,27 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.rank_conditions import names_rank
 from ddpdoctor.diagnose.source_files import (
     FUNCTIONS,
+    Scope,
+    calls_at,
     files_of,
     last_name,
-    names_rank,
+    names_in,
     nodes_of,
+    scopes_of,
     source_of,
     statement,
+    tree_of,
+    values_of,
     walk_scope,
 )
 from ddpdoctor.diagnose.source_operations import scales_by_world
 from ddpdoctor.run.snapshot import Run
-
-Function: TypeAlias = "ast.Module | ast.FunctionDef | ast.AsyncFunctionDef"
 
 _SHOWS = re.compile(
     r"(print|log|info|debug|warning|write|writerow|add_scalars?|log_metrics?|log_dict|save|dump|dumps"
@@ -99,7 +103,7 @@ def use_of(run: Run, at: Location) -> Use:
     )
 
 
-def _quotients(scope: Function, results: set[str]) -> list[ast.BinOp | ast.Call]:
+def _quotients(scope: Scope, results: set[str]) -> list[ast.BinOp | ast.Call]:
     """Return the divisions and means of results."""
     return [
         node
@@ -131,9 +135,7 @@ def indexed_by_rank(run: Run) -> Location | None:
 def evaluated_by_hand(run: Run) -> Iterator[Location]:
     """Yield the loops without gradients that select the samples of their rank."""
     for path in files_of(run):
-        for scope in nodes_of(path):
-            if not isinstance(scope, (ast.Module, *FUNCTIONS)):
-                continue
+        for scope in scopes_of(path):
             decorators = getattr(scope, "decorator_list", [])
             blocks: list[ast.AST] = [scope] if any(map(_without_gradients, decorators)) else []
             blocks += [
@@ -168,15 +170,15 @@ def _without_gradients(node: ast.expr) -> bool:
     return name in ("no_grad", "inference_mode")
 
 
-def _scope(at: Location) -> Function | None:
+def _scope(at: Location) -> Scope | None:
     source = source_of(at.path)
     found = source.scope(at.line) if source is not None else None
     if source is not None and found is None:
-        return next((each for each in nodes_of(at.path) if isinstance(each, ast.Module)), None)
+        return tree_of(at.path)
     return found if isinstance(found, FUNCTIONS) else None
 
 
-def _functions_around(path: str, inner: Function) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+def _functions_around(path: str, inner: Scope) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
     """Return the functions around a function, innermost first."""
     around = [
         node
@@ -188,7 +190,7 @@ def _functions_around(path: str, inner: Function) -> list[ast.FunctionDef | ast.
     return sorted(around, key=lambda each: -each.lineno)
 
 
-def _loop_at(scope: Function, line: int) -> ast.For | ast.While | None:
+def _loop_at(scope: Scope, line: int) -> ast.For | ast.While | None:
     """Return the loop that reads its loader at a line."""
     return next(
         (
@@ -216,7 +218,7 @@ def _filled(loop: ast.For | ast.While | None) -> set[str]:
     return found
 
 
-def _derived(scope: Function, names: set[str], function: str) -> set[str]:
+def _derived(scope: Scope, names: set[str], function: str) -> set[str]:
     """Add the names assigned a value computed from others, or returned by a function."""
     found = set(names)
     for _ in range(3):
@@ -241,8 +243,8 @@ def _stored(target: ast.AST) -> set[str]:
 
 
 def _names(node: ast.AST) -> set[str]:
-    found = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
-    return found | {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+    attributes = {each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute)}
+    return names_in(node) | attributes
 
 
 def _calls(node: ast.AST, function: str) -> bool:
@@ -261,11 +263,11 @@ def _is_length_of_all(node: ast.expr) -> bool:
     )
 
 
-def _callers(run: Run, name: str) -> Iterator[tuple[str, Function]]:
+def _callers(run: Run, name: str) -> Iterator[tuple[str, Scope]]:
     """Yield the functions that call a function of that name, with their files."""
     for path in files_of(run):
-        for scope in nodes_of(path):
-            if isinstance(scope, (ast.Module, *FUNCTIONS)) and any(
+        for scope in scopes_of(path):
+            if any(
                 isinstance(node, ast.Call) and last_name(node.func) == name
                 for node in walk_scope(scope.body)
             ):
@@ -273,7 +275,7 @@ def _callers(run: Run, name: str) -> Iterator[tuple[str, Function]]:
 
 
 def _shown(
-    path: str, scope: Function, results: set[str], after: int, function: str = ""
+    path: str, scope: Scope, results: set[str], after: int, function: str = ""
 ) -> Iterator[tuple[Location, bool]]:
     """Yield the lines that show or compare a result, and whether they name the rank."""
     for node in walk_scope(scope.body):
@@ -285,7 +287,7 @@ def _shown(
                 yield Location(path, line), False
         elif isinstance(node, ast.Call):
             called = last_name(node.func)
-            values = [*node.args, *(each.value for each in node.keywords)]
+            values = values_of(node)
             holds = any(_names(each) & results or _calls(each, function) for each in values)
             if called in _COMPARES and holds:
                 yield Location(path, line), False
@@ -296,17 +298,14 @@ def _shown(
                 )
 
 
-def _about(path: str, scope: Function, value: ast.expr, results: set[str]) -> bool:
+def _about(path: str, scope: Scope, value: ast.expr, results: set[str]) -> bool:
     """Return whether a value, or the text of a name in it, mentions the rank."""
     if names_rank(path, value) or any(_RANK.search(text) for text in _texts(value)):
         return True
-    names = {each.id for each in ast.walk(value) if isinstance(each, ast.Name)} - results
     return any(
-        names_rank(path, source)
-        and any(isinstance(each, ast.Constant) and isinstance(each.value, str)
-                for each in ast.walk(source))
-        for source in _sources(scope, names)
-    )  # fmt: skip
+        names_rank(path, source) and bool(_texts(source))
+        for source in _sources(scope, names_in(value) - results)
+    )
 
 
 def _texts(value: ast.expr) -> list[str]:
@@ -314,7 +313,7 @@ def _texts(value: ast.expr) -> list[str]:
     return [text for text in texts if isinstance(text, str)]
 
 
-def _sources(scope: Function, names: set[str]) -> Iterator[ast.expr]:
+def _sources(scope: Scope, names: set[str]) -> Iterator[ast.expr]:
     for node in walk_scope(scope.body):
         if isinstance(node, ast.Assign) and any(_stored(each) & names for each in node.targets):
             yield node.value
@@ -351,10 +350,9 @@ class Averaged(NamedTuple):
 def ratio_reduced(chain: Sequence[Location]) -> Averaged | None:
     """Return the reduced ratio. None if counts or sums are reduced, or if unknown.
 
-    Args:
-        chain: The call's line and those that led to it, innermost first.
+    ``chain`` is the call's line and those that led to it, innermost first.
     """
-    calls = _calls_at(chain[0]) if chain else ()
+    calls = calls_at(chain[0]) if chain else ()
     call = next((each for each in calls if last_name(each.func) in ("all_reduce", "reduce")), None)
     found = _ratio(chain, call.args[0], MAX_DEPTH) if call is not None and call.args else None
     if found is not None and found.over_all and not any(map(_averages, chain[:2])):
@@ -365,22 +363,10 @@ def ratio_reduced(chain: Sequence[Location]) -> Averaged | None:
 def _averages(at: Location) -> bool:
     """Return whether the function of a line divides by the number of ranks."""
     scope = _scope(at)
-    lines = (
-        {node.lineno for node in walk_scope(scope.body) if isinstance(node, ast.stmt)}
-        if scope
-        else ()
-    )
+    nodes = walk_scope(scope.body if scope is not None else ())
     return any(
         scales_by_world(Location(at.path, line), "") or "ReduceOp.AVG" in statement(at.path, line)
-        for line in lines
-    )
-
-
-def _calls_at(at: Location) -> Iterator[ast.Call]:
-    return (
-        node
-        for node in nodes_of(at.path)
-        if isinstance(node, ast.Call) and node.lineno <= at.line <= (node.end_lineno or 0)
+        for line in {node.lineno for node in nodes if isinstance(node, ast.stmt)}
     )
 
 
@@ -438,13 +424,13 @@ def _ratio_of_call(chain: Sequence[Location], call: ast.Call, depth: int) -> Ave
     return _returned_ratio(path, called, depth - 1)
 
 
-def _given(chain: Sequence[Location], scope: Function, name: str) -> ast.expr | None:
+def _given(chain: Sequence[Location], scope: Scope, name: str) -> ast.expr | None:
     """Return the argument that the caller of a function passes for a parameter."""
     if isinstance(scope, ast.Module) or len(chain) < 2:
         return None
     names = [each.arg for each in scope.args.args]
     names = names[names[:1] in (["self"], ["cls"]) :]
-    calls = (each for each in _calls_at(chain[1]) if last_name(each.func) == scope.name)
+    calls = (each for each in calls_at(chain[1]) if last_name(each.func) == scope.name)
     call = next(calls, None)
     if call is None or name not in names:
         return None

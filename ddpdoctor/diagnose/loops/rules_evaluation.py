@@ -12,7 +12,7 @@ from ddpdoctor.core.relations import MISPAIRED, STANDSTILL, brings_about, same_s
 from ddpdoctor.diagnose import STANDSTILLS
 from ddpdoctor.diagnose.data.draws import (
     MIN_SAMPLES,
-    WHOLE,
+    MIN_WHOLE,
     Pass,
     Passes,
     matched,
@@ -165,7 +165,7 @@ def _disjoint_passes(run: Run) -> Iterator[list[Pass]]:
             followed = {(one.record.subset, one.record.followed) for one in each}
             shared, total = overlap(passes)
             apart = not shared or all(_is_filled_share(one, len(each)) for one in each)
-            drawn = max(MIN_SAMPLES, WHOLE * sum(n for _, n in followed))
+            drawn = max(MIN_SAMPLES, MIN_WHOLE * sum(n for _, n in followed))
             if apart and total - shared >= drawn:
                 yield each
 
@@ -241,10 +241,7 @@ def _averaged(run: Run, each: list[Pass]) -> Finding | None:
 
 
 def _reduced_ratios(run: Run, one: Pass) -> list[Averaged]:
-    """Return the ratios that a rank reduced after an evaluation.
-
-    Empty if it also reduced counts.
-    """
+    """Return ratios that a rank reduced after an evaluation. Empty if it also reduced counts."""
     rank, begun = run.rank(one.rank), one.record.closed
     later = [each.record.time for each in passes_of(rank) if each.trains]
     until = min((time for time in later if time > begun), default=run.taken)

@@ -341,7 +341,7 @@ def _lines(rank: Rank, phase: str, place: LoopPlace) -> list[int]:
 
 # -- decisions
 
-SOON = 3
+MAX_LATER_BATCHES = 3
 """Batches after a skipped one within which mispaired collectives fail."""
 
 
@@ -502,7 +502,7 @@ class _Case:
         reached, fetched = trace.reached or 0, trace.fetched or 0
         if reached < top <= reached + len(skipped) and 4 * len(skipped) <= fetched + 3:
             return True
-        return trace.state == "failed" and fetched - skipped[0] <= SOON
+        return trace.state == "failed" and fetched - skipped[0] <= MAX_LATER_BATCHES
 
     def _left(self, members: list[Trace], place: LoopPlace) -> LocalDecision | None:
         top = max(each.reached or 0 for each in members)

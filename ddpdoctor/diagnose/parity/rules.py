@@ -186,12 +186,7 @@ class EpochDiffers:
 
 
 def compared(base: Training, other: Training) -> Iterator[Finding]:
-    """Yield what changed in the training between two sizes.
-
-    Args:
-        base: The smaller one.
-        other: The larger one.
-    """
+    """Yield what changed in the training between a smaller and a larger size."""
     sizes = f"{count(base.ranks, 'rank')} and {other.ranks}"
     yield from _rates(base, other, sizes)
     one, two = base.epoch, other.epoch

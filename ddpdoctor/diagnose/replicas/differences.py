@@ -283,10 +283,7 @@ def awaits_distances(replica: Replica) -> bool:
 
 
 def lasting_difference(run: Run, replica: Replica) -> Difference | None:
-    """Return since when parameters differ.
-
-    None while that may be on purpose or is being examined.
-    """
+    """Return since when parameters differ. None if that may be on purpose or is examined."""
     difference = replica.difference("parameters")
     if difference is None or awaits_distances(replica):
         return None

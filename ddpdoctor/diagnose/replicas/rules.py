@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import named
@@ -28,6 +30,7 @@ from ddpdoctor.diagnose.source_operations import (
     guarded_call,
     likely_written,
     ranks_that_write,
+    written_after,
     written_on_some_ranks,
 )
 from ddpdoctor.run.records.model import LoadRecord, OutsideRecord
@@ -136,6 +139,7 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
         finding names the cause (DDP301, 302, 303, 305, 308, 319, 702, 709). A first difference
         needs a second fingerprint, or the end of the job.
     """
+    found: dict[tuple[str, Location | None], list[tuple[Replica, Finding]]] = {}
     for replica in replicas(run):
         difference = lasting_difference(run, replica)
         if difference is None:
@@ -147,22 +151,55 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
         if guilty:
             verb = "have" if len(guilty) > 1 else "has"
             what = f"{named(guilty)} {verb} other parameters than the other ranks"
-        yield Finding(
+        location, fix = _optimizer_line(replica, guilty), _CHANGE_ALIKE
+        if cause == _BEFORE_STEPS:
+            built = replica.ranks[0].ddp(replica.module)
+            wrapped = built.location if built is not None else None
+            location, fix = written_after(wrapped) or wrapped, _WRAP_LAST
+        finding = Finding(
             code="DDP701",
             about=f"module {replica.module}",
             subjects=frozenset((f"{PARAMETERS}{replica.module}",)),
             severity=Severity.ERROR,
             message=f"{what} {difference.since}: {cause}",
             ranks=guilty or everyone,
-            location=_optimizer_line(replica, guilty),
+            location=location,
             evidence=(
                 *_when_differed(replica, difference),
                 *_tensor_evidence(replica, difference),
                 *evidence,
             ),
-            fix="Change parameters and gradients in the same way on every rank (the same seed, or "
-            "a broadcast from one rank), and only between backward and optimizer.step().",
+            fix=fix,
         )
+        found.setdefault((finding.message, location), []).append((replica, finding))
+    for same in found.values():
+        yield _of_all([replica for replica, _ in same], [finding for _, finding in same])
+
+
+_BEFORE_STEPS = (
+    "they were changed after DDP was built and before the first step, differently on each rank"
+)
+_CHANGE_ALIKE = (
+    "Change parameters and gradients in the same way on every rank (the same seed, or "
+    "a broadcast from one rank), and only between backward and optimizer.step()."
+)
+_WRAP_LAST = (
+    "Initialize the weights before DistributedDataParallel(model), which broadcasts rank 0's."
+)
+
+
+def _of_all(modules: Sequence[Replica], findings: Sequence[Finding]) -> Finding:
+    """Return one finding for modules that one fault made different, with the first one's facts."""
+    first = findings[0]
+    if len(findings) == 1:
+        return first
+    types = Counter(each.type for each in modules)
+    listed = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in types.items())
+    return replace(
+        first,
+        subjects=frozenset().union(*(each.subjects for each in findings)),
+        evidence=(f"{len(findings)} modules differ so ({listed}); of the first:", *first.evidence),
+    )
 
 
 def _cause(replica: Replica, difference: Difference) -> tuple[str, tuple[str, ...]]:
@@ -180,11 +217,20 @@ def _cause(replica: Replica, difference: Difference) -> tuple[str, tuple[str, ..
     equal: tuple[str, ...] = ()
     if rich and not differing:
         equal = (f"gradients are equal at {len(rich)} of {len(rich)} steps looked at",)
-    changed = [
-        rank.rank
+    between = {
+        rank.rank: steps
         for rank in replica.ranks
-        if any(is_between(each, replica, difference) for each in rank.records.of(OutsideRecord))
-    ]
+        if (
+            steps := [
+                each.step
+                for each in rank.records.of(OutsideRecord)
+                if is_between(each, replica, difference)
+            ]
+        )
+    }
+    changed = sorted(between)
+    if changed and all(max(steps) < 0 for steps in between.values()):
+        return _BEFORE_STEPS, (f"{named(changed)} changed them before step 0", *equal)
     if changed:
         return (
             "they were changed outside of the optimizer's step, differently on each rank",

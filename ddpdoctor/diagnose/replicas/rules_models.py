@@ -103,10 +103,7 @@ def _message(
 
 
 def _kind(record: ModelRecord, models: dict[int, ModelRecord]) -> tuple[object, ...]:
-    """Return the properties that must be equal.
-
-    Names count only if all ranks have the same names.
-    """
+    """Return the properties that must be equal. Names count only if equal on all ranks."""
     named_alike = {frozenset(each[0] for each in one.parameters) for one in models.values()}
     parameters = record.parameters
     if len(named_alike) > 1:

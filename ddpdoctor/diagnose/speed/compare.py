@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from statistics import median
 
-from ddpdoctor.diagnose.speed.pace import NOTICEABLE
+from ddpdoctor.diagnose.speed.pace import MIN_WAIT_NS
 from ddpdoctor.run import code_version
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import PHASES
@@ -71,7 +71,13 @@ def compare(before: Run, after: Run) -> Comparison:
         names=(before.id, after.id),
         total=Change("step", _total(old), _total(new)),
         phases=tuple(
-            Change(name, *(_over_ranks(run, at) for run in (old, new)))
+            Change(
+                name,
+                *(
+                    (median(each.parts[at] for each in run.values()) if run else None)
+                    for run in (old, new)
+                ),
+            )
             for at, name in enumerate(PARTS)
         ),
         ranks=ranks,
@@ -113,10 +119,6 @@ def _median_step(rank: RankSeries, of: Series) -> _MedianStep | None:
     return None
 
 
-def _over_ranks(ranks: Mapping[int, _MedianStep], part: int) -> float | None:
-    return median(each.parts[part] for each in ranks.values()) if ranks else None
-
-
 def _total(ranks: Mapping[int, _MedianStep]) -> float | None:
     return median(each.total for each in ranks.values()) if ranks else None
 
@@ -127,7 +129,7 @@ def _ranks(
     """Return the ranks whose own time changed notably, and the phase of each that changed most."""
     both = sorted(old.keys() & new.keys())
     changes = [Change(str(rank), old[rank].own, new[rank].own) for rank in both]
-    least = max(NOTABLE * (_total(old) or 0.0), NOTICEABLE)
+    least = max(NOTABLE * (_total(old) or 0.0), MIN_WAIT_NS)
     notable = [each for each in changes if abs(each.difference) >= least]
     notable.sort(key=lambda each: -abs(each.difference))
     slowest: dict[str, str] = {}

@@ -48,14 +48,9 @@ class Source(NamedTuple):
 
 
 def source_of(files: Iterable[str], path: str, function: str, name: str, sort: str) -> Source:
-    """Return where an object grows, and whether something bounds it.
+    """Return where an object, found in a frame's function, grows, and whether something bounds it.
 
-    Args:
-        files: The user's files.
-        path: The file of the frame through which it was found.
-        function: The function of that frame.
-        name: The object's dotted name.
-        sort: Its kind (`ddpdoctor.run.records.memory.Holder`).
+    ``sort`` is its kind (`ddpdoctor.run.records.memory.Holder`).
     """
     paths = list(dict.fromkeys((path, *files)))
     if sort == "hooks":

@@ -21,9 +21,9 @@ from statistics import fmean, median, median_low
 
 from ddpdoctor.core.formatting import named
 from ddpdoctor.diagnose.speed.pace import (
-    BORNE_OUT,
     ENOUGH,
-    SLOWER,
+    MIN_SURPLUS,
+    MIN_WAITED,
     WARM_UP,
     own_time,
     stands_out,
@@ -91,8 +91,8 @@ STEADY, STEADY_STRETCHES = 0.75, 0.875
 PRESENT, PRESENT_IN_STRETCH = 1 / 2, 1 / 3
 """The part of the surplus that counts as showing it. With a surplus in every 10th step, stretches
 of 16 steps have one or two."""
-IDLE = 0.01  # Wait for a core, as a part of the step, up to which cores are known to be idle
-CALM = 0.05  # Wait for a core, as a part of the step, above which the machine counts as crowded
+MAX_IDLE_WAIT = 0.01  # Part of a step waited for a core up to which cores are idle
+MAX_CALM_WAIT = 0.05  # The same, above which the machine counts as crowded
 BRIEF_NS = 500_000_000
 """Steps that span less, in nanoseconds, count as few unless the machine is calm. For so long a core
 may be slow because of its sibling, or of the host of a virtual machine."""
@@ -146,7 +146,7 @@ class Lag:
     @property
     def cores_idle(self) -> bool:
         """Whether ranks wait so little for a core that their workers cannot lack any."""
-        return self.ran and max(self.cores) <= IDLE * self.wall
+        return self.ran and max(self.cores) <= MAX_IDLE_WAIT * self.wall
 
 
 def lag_of(
@@ -160,7 +160,7 @@ def lag_of(
     few: bool = False,
     stretches: bool = False,
 ) -> Lag | None:
-    """Return a rank's lag behind the others. None without one.
+    """Return a rank's lag behind the others in common steps. None without one.
 
     Args:
         rank: The rank.
@@ -206,7 +206,7 @@ def lag_of(
     safely = surplus(mine_of, lambda step: step.own - max(waited(step) - step.wait, 0))
     gap, crowded = 0.0, False
     waits = max(here(waited), there(waited))
-    calm = waits <= CALM * wall
+    calm = waits <= MAX_CALM_WAIT * wall
     span = mine[common[-1]].start - mine[common[0]].start
     few = few or (not calm and span < BRIEF_NS)
     if outstanding(working, total) and (not few or _is_plain(working, total)):
@@ -234,7 +234,7 @@ def lag_of(
         total=total,
         wall=wall,
         calm=calm,
-        sure=outstanding(safely, total) and median(safely) >= BORNE_OUT * gap,
+        sure=outstanding(safely, total) and median(safely) >= MIN_WAITED * gap,
         own=(here(mine_of), there(rest)),
         wait=(here(lambda step: step.wait), there(lambda step: step.wait)),
         cores=(here(waited), there(waited)),
@@ -278,26 +278,23 @@ def cpu(step: StepRecord) -> float:
 
 ENOUGH_SAMPLED = 6  # Minimum number of steps on a GPU, where DDP times only every hundredth step
 FEW = 8  # Steps that are enough for a job too short for that, if they show a large surplus
-BEGINNING = 2  # Warm-up steps: loaders start, buckets are built, caches are filled
-LASTING = 5_000_000_000
+WARM_UP_STEPS = 2  # Warm-up steps: loaders start, buckets are built, caches are filled
+MIN_LASTING_NS = 5_000_000_000
 """Minimum span of steps in nanoseconds to show that others use a rank's core. In less time the
 kernel may not have balanced its load yet."""
-MANY = 16  # Number of ranks above which only the slowest are compared with all others
+MAX_COMPARED = 16  # Number of ranks above which only the slowest are compared with all others
 MAX_OTHERS = 64  # Maximum number of ranks that a rank is compared with
 MIN_STRETCHES = 16  # Minimum number of stretches of equal length
 MIN_PASSES = 8
 """Minimum number of passes over the data, if most of the surplus is in their first steps."""
-MOSTLY = 0.75  # Minimum ratio of a surplus that the named steps contain
-SPREAD = 0.6  # Maximum ratio of steps that are named
+MIN_NAMED_SURPLUS = 0.75  # Minimum ratio of a surplus that the named steps contain
+MAX_NAMED_STEPS = 0.6  # Maximum ratio of steps that are named
 
 
 def lags(run: Run, enough: int = ENOUGH, few: int = FEW) -> Iterator[Lag]:
     """Yield the ranks of the last attempt that hold up others with the same work.
 
-    Args:
-        run: The run.
-        enough: Steps after the warm-up that a verdict needs.
-        few: Steps, including warm-up, that are enough for a large surplus.
+    A verdict needs ``enough`` steps after the warm-up; ``few`` with it show a large surplus.
     """
     for ranks in alike(run):
         yield from _lags(run, ranks, enough, few)
@@ -368,19 +365,19 @@ def _by_medians(
     common = _common(usable)
     short = len(common) < enough
     if short:
-        common = _common(usable, BEGINNING)
+        common = _common(usable, WARM_UP_STEPS)
         if gpu or len(common) < few:
             return
     slow = {rank.rank for rank in ranks}
-    if len(ranks) > MANY:
+    if len(ranks) > MAX_COMPARED:
         slow = set()
         for of in (attrgetter("own"), net):
             times = {n: median(of(steps[step]) for step in common) for n, steps in usable.items()}
-            slow.update(heapq.nlargest(MANY // 2, times, key=times.__getitem__))
+            slow.update(heapq.nlargest(MAX_COMPARED // 2, times, key=times.__getitem__))
     for rank in ranks:
         if rank.rank not in slow:
             continue
-        lasting = LASTING * min(enough / ENOUGH, 1.0)
+        lasting = MIN_LASTING_NS * min(enough / ENOUGH, 1.0)
         mine, others = usable[rank.rank], _but(usable, rank)
         lag = lag_of(rank, mine, others, common, gpu=gpu, lasting=lasting, few=short)
         if lag is not None:
@@ -461,14 +458,7 @@ def _inferred(run: Run, ranks: Sequence[Rank]) -> dict[int, Steps]:
 def _by_stretches(
     ranks: Sequence[Rank], usable: Mapping[int, Steps], enough: int, *, gpu: bool
 ) -> Iterator[Lag]:
-    """Yield the ranks that hold others up only in some steps, which medians do not show.
-
-    Args:
-        ranks: The ranks.
-        usable: Their steps.
-        enough: Steps that a verdict needs.
-        gpu: Whether they were timed on GPUs.
-    """
+    """Yield the ranks that hold others up only in some steps, which medians do not show."""
     common, part = _common(usable), min(enough / ENOUGH, 1.0)
     if len(common) < enough:
         return
@@ -484,7 +474,9 @@ def _by_stretches(
             if rank.rank not in slow:
                 continue
             mine, others = pools[rank.rank], _but(pools, rank)
-            lag = lag_of(rank, mine, others, numbers, gpu=gpu, lasting=LASTING, stretches=True)
+            lag = lag_of(
+                rank, mine, others, numbers, gpu=gpu, lasting=MIN_LASTING_NS, stretches=True
+            )
             if lag is None or lag.crowded:
                 continue
             others, mine = _but(usable, rank), usable[rank.rank]
@@ -521,9 +513,9 @@ def _outstanding(
     for of in (whole, net):
         spent = {n: sum(of(steps[number]) for number in common) for n, steps in usable.items()}
         usual = median_low(spent.values())
-        most = heapq.nlargest(MANY // 2, spent, key=spent.__getitem__)
-        slow.update(rank for rank in most if spent[rank] - usual >= SLOWER * total / 2)
-    beside = [*usable][:: max(1, len(usable) // MANY)]
+        most = heapq.nlargest(MAX_COMPARED // 2, spent, key=spent.__getitem__)
+        slow.update(rank for rank in most if spent[rank] - usual >= MIN_SURPLUS * total / 2)
+    beside = [*usable][:: max(1, len(usable) // MAX_COMPARED)]
     return {rank: usable[rank] for rank in sorted({*slow, *beside})}, slow
 
 
@@ -562,14 +554,11 @@ def mean_step(steps: Sequence[StepRecord], between: bool = True) -> StepRecord:
 
 
 def rhythm(numbers: Sequence[int], surplus: Sequence[float], firsts: set[int]) -> Rhythm:
-    """Find the steps that have a surplus.
+    """Find the steps in which a rank's own time exceeds the others' by its surplus.
 
-    Args:
-        numbers: The steps.
-        surplus: A rank's own time in each beyond that of the others.
-        firsts: The first steps of passes.
+    ``firsts`` are the first steps of passes.
     """
-    rest = MOSTLY * sum(each for each in surplus if each > 0)
+    rest = MIN_NAMED_SURPLUS * sum(each for each in surplus if each > 0)
     found: list[int] = []
     gaps: list[float] = []
     for value, number in sorted(zip(surplus, numbers, strict=True), reverse=True):
@@ -578,13 +567,13 @@ def rhythm(numbers: Sequence[int], surplus: Sequence[float], firsts: set[int]) -
         rest -= value
         found.append(number)
         gaps.append(value)
-    if len(found) < 2 or len(found) > SPREAD * len(numbers):
+    if len(found) < 2 or len(found) > MAX_NAMED_STEPS * len(numbers):
         return Rhythm()
-    if len(firsts & {*found}) >= MOSTLY * len(found) and 2 * len(firsts) < len(numbers):
+    if len(firsts & {*found}) >= MIN_NAMED_SURPLUS * len(found) and 2 * len(firsts) < len(numbers):
         return Rhythm("in the first step of each pass", of_passes=True, gap=fmean(gaps))
     apart = Counter(b - a for a, b in itertools.pairwise(sorted(found)))
     period, times = apart.most_common(1)[0]
-    if times >= SPREAD * (len(found) - 1):
+    if times >= MAX_NAMED_STEPS * (len(found) - 1):
         return Rhythm(f"in every {ordinal(period)} step", period, gap=fmean(gaps))
     return Rhythm(f"in about one step of {round(len(numbers) / len(found))}", gap=fmean(gaps))
 

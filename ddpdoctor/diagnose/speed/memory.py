@@ -149,13 +149,7 @@ def _beyond_pass(rank: Rank, growth: Growth) -> bool:
 
 
 def steps_left(run: Run, found: Grows, together: Sequence[Grows]) -> int | None:
-    """Return the number of steps until memory is full if ranks continue to grow at this rate.
-
-    Args:
-        run: The run.
-        found: The rank.
-        together: All ranks that grow.
-    """
+    """Return the steps until memory is full if ranks that grow ``together`` continue like this."""
     records = found.rank.records.of(MemoryRecord)
     newest = records[-1] if records else None
     if newest is None:

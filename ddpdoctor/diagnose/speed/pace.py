@@ -4,13 +4,13 @@ from __future__ import annotations
 
 WARM_UP = 10  # Warm-up steps, which do not show the steady state
 ENOUGH = 20  # Minimum number of steps after the warm-up
-SLOWER = 0.15  # Minimum surplus of a straggler, relative to the median step
-BORNE_OUT = 0.5  # Minimum ratio of the surplus that the others wait
-UNEVEN = 2.0
+MIN_SURPLUS = 0.15  # Minimum surplus of a straggler, relative to the median step
+MIN_WAITED = 0.5  # Minimum ratio of the surplus that the others wait
+MIN_STAGE_FACTOR = 2.0
 """Minimum factor of a slow stage of a pipeline. Layers cannot be cut: with few layers, the best cut
 may give one stage 1.7 times the work."""
 DATA_SHARE = 0.20  # Minimum data wait of a data-bound rank, relative to the step
-NOTICEABLE = 1_000_000  # Minimum reported wait in a step, in nanoseconds
+MIN_WAIT_NS = 1_000_000  # Minimum reported wait in a step, in nanoseconds
 
 PHASE_NAMES = {
     "data": "data loading",
@@ -25,12 +25,8 @@ PHASE_NAMES = {
 def own_time(own: float, cpu: float, waited: float) -> float:
     """Return a step's own time without waits for a core, but at least the thread's CPU time.
 
-    Some of these waits are in the all-reduce, so the real value may be a little larger.
-
-    Args:
-        own: All of the step but the wait for others, in the same unit of time as the rest.
-        cpu: How long the training thread ran.
-        waited: How long it was ready to run and had no core.
+    ``own`` is the step without waits for others, in the unit of the rest. Some waits for a core are
+    in the all-reduce, so the real value may be a little larger.
     """
     return max(own - waited, min(cpu, own))
 
@@ -38,9 +34,6 @@ def own_time(own: float, cpu: float, waited: float) -> float:
 def stands_out(gap: float, total: float, relief: float) -> bool:
     """Return whether a surplus is worth reporting and the other ranks wait for it.
 
-    Args:
-        gap: The rank's own time beyond that of the others, in nanoseconds a step.
-        total: The step, in nanoseconds.
-        relief: How much longer the others wait than this rank, in nanoseconds a step.
+    All are nanoseconds a step. ``relief`` is how much longer the others wait than this rank.
     """
-    return gap >= max(SLOWER * total, NOTICEABLE) and relief >= BORNE_OUT * gap
+    return gap >= max(MIN_SURPLUS * total, MIN_WAIT_NS) and relief >= MIN_WAITED * gap

@@ -10,7 +10,7 @@ from ddpdoctor.core import formatting
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.source_files import brief
 from ddpdoctor.diagnose.speed.lag import Lag, Rhythm, ordinal
-from ddpdoctor.diagnose.speed.pace import BORNE_OUT
+from ddpdoctor.diagnose.speed.pace import MIN_WAITED
 from ddpdoctor.diagnose.speed.stack_samples import ADVICE, Profile, Spot, awaited, profiles, spot
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.supervisor import (
@@ -37,7 +37,7 @@ class Reason:
 
 # -- loader workers
 
-HEAVIER = 1.5
+MIN_WORKER_FACTOR = 1.5
 """Minimum factor of the others' CPU time for loader workers with more work. Below it, the machine
 may be crowded."""
 
@@ -93,7 +93,7 @@ def _workers_crowded(lag: Lag, mine: Profile | None, others: Sequence[Profile]) 
     if not mine.record.children:
         return False
     ran, waited = mine.a_step("children_ran"), mine.a_step("children_waited")
-    return BORNE_OUT * ran < waited and ran < HEAVIER * _usual(others, "children_ran")
+    return MIN_WAITED * ran < waited and ran < MIN_WORKER_FACTOR * _usual(others, "children_ran")
 
 
 # -- GPUs, as the driver reports them
@@ -120,10 +120,7 @@ def _gpu_states(run: Run) -> dict[int, GpuState]:
 
 
 def _may_be_sharing(run: Run, lag: Lag) -> bool:
-    """Return whether all GPUs are shared with processes that may cause the surplus.
-
-    Processes take turns on a GPU, as they do on too few cores.
-    """
+    """Return whether other processes, which take turns on all GPUs, may cause the surplus."""
     known = _gpu_states(run)
     mine = known.get(lag.rank.rank)
     if mine is None or lag.phase not in ON_DEVICE or lag.gap >= lag.own[1]:
@@ -152,7 +149,7 @@ def _for_gpu(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
     clocks = [each.clock for each in theirs if each.clock]
     if not (mine.clock and clocks) or mine.clock > SLOW_GPU_CLOCK * median(clocks):
         return None
-    if lag.own[1] * (median(clocks) / mine.clock - 1) < BORNE_OUT * lag.gap:
+    if lag.own[1] * (median(clocks) / mine.clock - 1) < MIN_WAITED * lag.gap:
         return None
     throttled = _throttled_alone(mine, theirs)
     return Reason(
@@ -222,11 +219,11 @@ for a core. A rank that ends writes those that it has."""
 FAULT, SLOW_FAULT = 250, 2_500
 """Nanoseconds of a page fault: the minimum, and the maximum if kernel time shows it, as in a
 virtual machine."""
-BLOCKED = 0.5
+MIN_BLOCKED = 0.5
 """Minimum ratio of samples in which a thread sleeps at a waiting line."""
-AT_DISK = 0.25  # The same for waits for the disk, which not every sample shows.
+MIN_AT_DISK = 0.25  # The same for waits for the disk, which not every sample shows.
 SLOW_CORE_CLOCK = 0.85  # Maximum ratio to the others' clock of a slow core
-TAKES_CORE = 0.25  # Minimum use of a core by a process that takes it from a rank
+MIN_CORE_TAKEN = 0.25  # Minimum use of a core by a process that takes it from a rank
 MIN_READINGS = 3  # Minimum number of readings of a core's clock
 
 
@@ -249,16 +246,7 @@ def asked_lately(run: Run) -> bool:
 
 
 def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
-    """Explain why a rank holds the others up.
-
-    Args:
-        run: The run.
-        lag: The rank.
-        usual: Ranks that hold no others up.
-
-    Returns:
-        None if it may be only a crowded machine.
-    """
+    """Explain why a rank holds the ``usual`` ones up. None if it may be only a crowded machine."""
     mine, others, place = _sampled(run, lag, usual)
     if (lag.few and place is None) or _may_be_sharing(run, lag):
         return None
@@ -269,9 +257,9 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
         return _for_crowded_core(run, lag, mine, others)
     # CPU time is certain. But a thread that slept on a crowded machine may have waited for others,
     # and loader workers also wait for cores, which the rank's own waits do not show.
-    works = lag.cpu >= BORNE_OUT * lag.gap
+    works = lag.cpu >= MIN_WAITED * lag.gap
     sure = lag.calm or (lag.sure and lag.phase != "data")
-    if not (works or sure or (place is not None and place.blocked("SD") >= BLOCKED)):
+    if not (works or sure or (place is not None and place.blocked("SD") >= MIN_BLOCKED)):
         return None
     if not works and _workers_crowded(lag, mine, others):
         return None
@@ -302,7 +290,7 @@ def _sampled(
             continue
         sampled = found[lag.rank.rank]
         beside = [found[each.rank] for each in usual if each.rank in found]
-        place = spot(sampled, beside, BORNE_OUT * min(lag.gap / lag.wall, 1.0))
+        place = spot(sampled, beside, MIN_WAITED * min(lag.gap / lag.wall, 1.0))
         if place is not None:
             return sampled, beside, place
         if mine is None:
@@ -324,7 +312,7 @@ def _reason(
             return counted
     if lag.phase == "data" and not works and (found := _for_workers(lag, mine, others)):
         return _placed(place, found.words, *found.evidence, fix=found.fix)
-    if place is not None and not works and place.blocked("SD") >= BLOCKED:
+    if place is not None and not works and place.blocked("SD") >= MIN_BLOCKED:
         return _for_wait(mine, others, place)
     if place is not None:
         fix = _LONGER if place.others else _SHARE
@@ -349,7 +337,7 @@ def _for_counters(
     works: bool,
 ) -> Reason | None:
     """Explain a surplus by garbage collection, threads, page faults or the core's clock."""
-    if _more(mine, others, "gc") >= BORNE_OUT * lag.gap:
+    if _more(mine, others, "gc") >= MIN_WAITED * lag.gap:
         return _placed(
             place,
             ": Python collects garbage",
@@ -396,13 +384,13 @@ def _allocates(lag: Lag, mine: Profile | None, others: Sequence[Profile]) -> boo
         return False
     faults, kernel = _more(mine, others, "minor"), _more(mine, others, "system")
     longer = max(FAULT * faults, min(SLOW_FAULT * faults, kernel))
-    return longer >= BORNE_OUT * lag.gap
+    return longer >= MIN_WAITED * lag.gap
 
 
 def _for_wait(mine: Profile | None, others: Sequence[Profile], place: Spot) -> Reason:
     """Explain a surplus by the wait of its line."""
     what = awaited(place)
-    if mine is not None and place.blocked("D") >= AT_DISK:
+    if mine is not None and place.blocked("D") >= MIN_AT_DISK:
         what = "the disk"
     if what in ("", "a file") and mine is not None and _more(mine, others, "major") >= 1:
         what = "the disk"
@@ -432,7 +420,7 @@ def _for_slow_core(run: Run, lag: Lag, mine: Profile, others: Sequence[Profile])
     clock, most = clocks[mine.rank]
     usual, their_most = (median(each) for each in zip(*theirs, strict=True))
     longer = _usual(others, "ran") * (usual / clock - 1)
-    if clock > SLOW_CORE_CLOCK * usual or longer < BORNE_OUT * lag.gap:
+    if clock > SLOW_CORE_CLOCK * usual or longer < MIN_WAITED * lag.gap:
         return None
     return Reason(
         f": its CPU core runs at {_ghz(clock)}, those of the others at {_ghz(usual)}",
@@ -456,10 +444,7 @@ def _ghz(kilohertz: float) -> str:
 def _for_crowded_core(
     run: Run, lag: Lag, mine: Profile | None, others: Sequence[Profile]
 ) -> Reason | None:
-    """Explain a surplus by other processes that use the rank's core, and only this core.
-
-    Return None if no such process is known: many may share all cores by chance.
-    """
+    """Explain a surplus by known processes that use the rank's core, and only this core."""
     evidence = [
         f"it waits {shown_ms(lag.cores[0])} a step for a core to run on; the others "
         f"{shown_ms(lag.cores[1])}"
@@ -481,7 +466,7 @@ def _for_crowded_core(
         )
         location = _location(mine.calls("sched_setaffinity") or mine.calls("cpu_affinity"))
     busy = _busy_processes(run, lag.rank)
-    if not pinned and max((each.share for each in busy), default=0.0) < TAKES_CORE:
+    if not pinned and max((each.share for each in busy), default=0.0) < MIN_CORE_TAKEN:
         return None
     pids = {rank.status.pid for rank in run.last if rank.status is not None}
     beside = [

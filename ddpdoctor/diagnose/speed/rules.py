@@ -11,7 +11,7 @@ from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import named
 from ddpdoctor.core.relations import Lapsed, pace
 from ddpdoctor.diagnose.speed.lag import (
-    MOSTLY,
+    MIN_NAMED_SURPLUS,
     Lag,
     lags,
     mean_step,
@@ -21,12 +21,12 @@ from ddpdoctor.diagnose.speed.lag import (
     still_slower,
 )
 from ddpdoctor.diagnose.speed.pace import (
-    BORNE_OUT,
     DATA_SHARE,
     ENOUGH,
-    NOTICEABLE,
+    MIN_STAGE_FACTOR,
+    MIN_WAIT_NS,
+    MIN_WAITED,
     PHASE_NAMES,
-    UNEVEN,
     WARM_UP,
 )
 from ddpdoctor.diagnose.speed.reasons import (
@@ -137,9 +137,9 @@ def _over(run: Run) -> bool:
 
 WAITS_FOR_CORE = 0.05
 """Minimum ratio of a step without a core that shows an overloaded machine."""
-STRETCHES = 8
+PARTS = 8
 """Number of parts into which the steps are divided, so that one long wait affects only one."""
-STARTING = 5_000_000_000
+MIN_STARTING_NS = 5_000_000_000
 """Minimum total of waits at the beginning of passes, in nanoseconds. A short job has few passes."""
 
 
@@ -168,13 +168,13 @@ def _data_wait(run: Run, rank: Rank) -> DataWait | None:
     found = _median_wait(steps, False)
     if found.share > DATA_SHARE:
         return found
-    edges = [len(steps) * each // STRETCHES for each in range(STRETCHES + 1)]
+    edges = [len(steps) * each // PARTS for each in range(PARTS + 1)]
     # Time between passes does not count, because it includes evaluations.
     means = [mean_step(steps[begin:end], between=False) for begin, end in itertools.pairwise(edges)]
     data = sum(step.data for step in steps)
     first = sum(step.data for step in steps if step.outside > 0)
-    of_passes = first >= MOSTLY * data > 0
-    if _lack_cores(means) or (of_passes and data < STARTING):
+    of_passes = first >= MIN_NAMED_SURPLUS * data > 0
+    if _lack_cores(means) or (of_passes and data < MIN_STARTING_NS):
         return found
     return _median_wait(means, of_passes)
 
@@ -222,7 +222,7 @@ def data_bound(run: Run) -> Iterator[Finding]:
             return
         waits[rank.rank] = found
     bound = sorted(
-        n for n, each in waits.items() if each.share > DATA_SHARE and each.wait >= NOTICEABLE
+        n for n, each in waits.items() if each.share > DATA_SHARE and each.wait >= MIN_WAIT_NS
     )
     if 2 * len(bound) <= len(waits):
         return
@@ -328,8 +328,8 @@ def uneven_stages(run: Run) -> Iterator[Finding]:
 
 def _counts(lag: Lag, over: bool) -> bool:
     """Return whether the stage's own time explains it, rather than a crowded machine."""
-    works = lag.cpu >= BORNE_OUT * lag.gap
+    works = lag.cpu >= MIN_WAITED * lag.gap
     sure = lag.calm or (lag.sure and lag.phase != "data")
-    enough = UNEVEN * (CROWDED_STAGE if lag.cores[0] > lag.own[0] else 1)
+    enough = MIN_STAGE_FACTOR * (CROWDED_STAGE if lag.cores[0] > lag.own[0] else 1)
     uneven = lag.own[0] >= enough * lag.own[1] > 0
     return uneven and not lag.crowded and (works or sure) and (over or not lag.few)

@@ -142,13 +142,7 @@ def profiles(ranks: Sequence[Rank], asked: int) -> dict[int, Profile]:
 
 
 def spot(mine: Profile, others: Sequence[Profile], least: float) -> Spot | None:
-    """Find the line with a rank's surplus.
-
-    Args:
-        mine: The profile of the slow rank.
-        others: Profiles of ranks that are not slow.
-        least: Minimum ratio of its time at the line.
-    """
+    """Find the line with a slow rank's surplus: ``least`` so many times the others' time there."""
     theirs = [stack for each in others for stack in each.working]
     total, rest = mine.samples, sum(each.samples for each in others)
     if total < MIN_SAMPLES or rest < MIN_SAMPLES:

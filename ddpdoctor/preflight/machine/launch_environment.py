@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import socket
-import struct
-import sys
 from collections.abc import Iterator, Mapping
 from itertools import product
 from math import inf
@@ -15,6 +13,7 @@ from typing import NamedTuple
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.relations import PORT
+from ddpdoctor.nodes import store as job_store
 from ddpdoctor.preflight.check import (
     Outcome,
     check,
@@ -144,19 +143,14 @@ def _numbers(environ: Mapping[str, str]) -> Iterator[Finding]:
         )
     address = environ.get("MASTER_ADDR", "")
     if "/" in address or address.count(":") == 1:
+        name = address.rpartition("//")[2].partition("/")[0]
+        name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
         yield _wrong(
             f"MASTER_ADDR is {address!r}: it takes a name or an address, without scheme and port",
             "Put the port into MASTER_PORT.",
-            typed("export MASTER_ADDR={}", _host_in(address)),
+            typed("export MASTER_ADDR={}", name or "NODE0"),
             about="MASTER_ADDR",
         )
-
-
-def _host_in(address: str) -> str:
-    """Return the host name in ``tcp://node0:29500``, ``node0:29500`` or ``node0/``."""
-    name = address.rpartition("//")[2].partition("/")[0]
-    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
-    return name or "NODE0"
 
 
 def _incomplete(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -389,11 +383,6 @@ def _startup_files(situation: Situation) -> dict[str, dict[str, str]]:
 # -- the rendezvous port
 
 
-_STORE_MAGIC = 0x3C85F7CE
-_VALIDATE, _COUNT_KEYS = 0, 7
-"""Of torch/csrc/distributed/c10d/TCPStoreBackend.hpp, unchanged from torch 2.4 to 2.15."""
-
-
 @check("port", "DDP002", limit=LOOKUPS_LIMIT)
 def port(situation: Situation) -> Outcome:
     """The port on which rank 0 will listen is in use.
@@ -478,7 +467,7 @@ def _others_with(situation: Situation, inodes: set[int]) -> list[Listed]:
 
 def _taken(situation: Situation, number: int, holders: list[Listed]) -> Finding:
     who = "; ".join(each.described for each in holders[:3])
-    store = speaks_store(number)
+    store = job_store.responds(number)
     what = "the store of another distributed job" if store else "a process"
     owner = f"{what}: {who}" if who else f"{what} that this user may not see"
     free = next((each for each in range(number + 1, number + 100) if not _bind_error(each)), None)
@@ -499,18 +488,3 @@ def _with_port(situation: Situation, number: int) -> str:
     if situation.options.endpoint or situation.endpoint is None:
         return corrected_line(situation, port=number)
     return typed("export MASTER_PORT={}", number)
-
-
-def speaks_store(number: int, host: str = "127.0.0.1", seconds: float = 1.0) -> bool:
-    """Return whether torch's TCPStore answers at a port, if asked for the number of its keys."""
-    question = bytes([_VALIDATE]) + struct.pack("=I", _STORE_MAGIC) + bytes([_COUNT_KEYS])
-    answer = b""
-    try:
-        with socket.create_connection((host, number), seconds) as connection:
-            connection.settimeout(seconds)
-            connection.sendall(question)
-            while len(answer) < 8 and (part := connection.recv(8 - len(answer))):
-                answer += part
-    except OSError:
-        return False
-    return len(answer) == 8 and 0 <= int.from_bytes(answer, sys.byteorder, signed=True) < 1 << 40

@@ -97,10 +97,7 @@ LOOKUPS_LIMIT = 45.0  # Seconds for a check that waits for several lookups
 
 @dataclass(frozen=True)
 class Lookup:
-    """The addresses of a name, in the resolver's order, or why there are none.
-
-    The seconds do not include waits for a core.
-    """
+    """The addresses of a name in order, or why there are none. Waits for a core do not count."""
 
     name: str
     addresses: tuple[str, ...] = ()

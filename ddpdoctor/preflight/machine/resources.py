@@ -44,9 +44,6 @@ from ddpdoctor.preflight.situation import (
 )
 from ddpdoctor.system.proc import Listed, listed, listening, named, sockets
 
-# -- whether the ranks get enough of this machine: cores, memory, limits, and room for files
-
-
 # -- cores
 
 
@@ -795,10 +792,7 @@ def describe_orphan(orphan: Orphan) -> str:
 
 
 def kill_orphans(chosen: Iterable[Orphan], patience: float = 2.0) -> Collection[Orphan]:
-    """End orphans and what they started. Return those that are still alive.
-
-    Only processes that are still the same ones are signalled.
-    """
+    """End orphans that are still the same processes. Return those that are still alive."""
     left = list(chosen)
     for number in (signal.SIGTERM, signal.SIGKILL):
         for orphan in left:

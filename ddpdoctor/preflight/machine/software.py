@@ -401,10 +401,7 @@ def torchrun_picks_a_port() -> bool:
 
 @dataclass(frozen=True)
 class Versions:
-    """The installed versions; empty where nothing is installed.
-
-    ``cuda_of_driver`` is the newest CUDA that the driver supports.
-    """
+    """The installed versions, or empty texts, and the newest CUDA that the driver supports."""
 
     python: str
     torch: str

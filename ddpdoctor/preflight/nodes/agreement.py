@@ -11,6 +11,12 @@ from dataclasses import replace
 from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import count
+from ddpdoctor.diagnose.launch.node_differences import (
+    CLOCK_FAIL_S,
+    CLOCK_WARN_S,
+    OF_EACH_NODE,
+    minor,
+)
 from ddpdoctor.preflight.check import (
     Outcome,
     failure,
@@ -137,10 +143,6 @@ def _each(meeting: Meeting, values: list[int], option: str) -> tuple[str, ...]:
 # -- clocks
 
 
-CLOCK_WARN_S = 1.0
-CLOCK_FAIL_S = 10.0
-
-
 @across_nodes("clocks", "DDP052")
 def clocks(meeting: Meeting) -> Outcome:
     """The clocks of the nodes differ.
@@ -226,17 +228,6 @@ DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv"
 
 SAID_VERSIONS = 3  # With more versions than these besides the usual one, only their number is shown
 
-OF_EACH_NODE = (
-    "_IFNAME",
-    "_IB_HCA",
-    "_DEBUG",
-    "_DEBUG_FILE",
-    "_TOPO_FILE",
-    "_HOSTID",
-    "_IB_GID_INDEX",
-)
-"""Endings of variables that rightly differ between nodes: names of devices and files."""
-
 
 @across_nodes(
     "node-versions",
@@ -252,7 +243,8 @@ def node_versions(meeting: Meeting) -> Outcome:
     What it finds
         Different torch or NCCL versions (errors; a warning if torch differs only in its last
         number), different NVIDIA drivers or Python minor versions (warnings), and NCCL variables
-        that are not the same on every node (warning), except those that name devices or files.
+        that are not the same on every node (warning), except those that name devices or files. In a
+        run also other CUDA versions and gloo variables. Other models or numbers of GPUs are infos.
 
     Why it is bad
         Different NCCL versions fail with "unhandled system error" or hang. Different torch versions
@@ -277,8 +269,8 @@ def node_versions(meeting: Meeting) -> Outcome:
 def _version_findings(meeting: Meeting) -> Iterator[Finding]:
     torch = grouped(meeting, lambda facts: facts.torch or "none")
     if len(torch) > 1:
-        minor = {_minor(version) for version in torch}
-        severity = Severity.ERROR if len(minor) > 1 else Severity.WARNING
+        minors = {minor(version) for version in torch}
+        severity = Severity.ERROR if len(minors) > 1 else Severity.WARNING
         usual = usual_of(torch)
         wanted = usual if usual != "none" else next(each for each in torch if each != "none")
         # Without the build's label (+cu126), which an index may not have.
@@ -290,7 +282,7 @@ def _version_findings(meeting: Meeting) -> Iterator[Finding]:
     driver = grouped(meeting, lambda facts: facts.driver)
     if len(driver) > 1:
         yield _differ(meeting, "the NVIDIA driver", driver, Severity.WARNING, DRIVER)
-    python = grouped(meeting, lambda facts: _minor(facts.python))
+    python = grouped(meeting, lambda facts: minor(facts.python))
     if len(python) > 1:
         paste = typed("python{} -m venv venv", usual_of(python))
         yield _differ(meeting, "Python", python, Severity.WARNING, paste)
@@ -353,10 +345,6 @@ def _setting_findings(meeting: Meeting) -> Iterator[Finding]:
         )
 
 
-def _minor(version: str) -> str:
-    return ".".join(version.split(".")[:2])
-
-
 @across_nodes(
     "same-code",
     "DDP058",
@@ -368,7 +356,7 @@ def same_code(meeting: Meeting) -> Outcome:
     What it finds
         If a script is given (`ddpdoctor check ... -- train.py`): a script that differs between
         nodes or is missing on one, a different commit of its git repository, or different
-        uncommitted changes in tracked files.
+        uncommitted changes in tracked files. In a run also Python files beside the script.
 
     Why it is bad
         Ranks that run different code call different collectives. The job hangs, or it trains and

@@ -47,12 +47,7 @@ from ddpdoctor.preflight.machine.network import (
 )
 from ddpdoctor.preflight.nodes.reductions import LIMIT, across_nodes
 from ddpdoctor.preflight.protocol.joining import Problem
-from ddpdoctor.preflight.protocol.meet import (
-    DOUBLE_ADDRESS,
-    LOCAL_TIMEOUT,
-    Meeting,
-    meeting_of,
-)
+from ddpdoctor.preflight.protocol.meet import DOUBLE_ADDRESS, LOCAL_TIMEOUT, Meeting, meeting_of
 from ddpdoctor.preflight.protocol.messages import Caller, Said, Verdict
 from ddpdoctor.preflight.situation import ATTENDANCE, Situation, node_place
 
@@ -178,15 +173,15 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
     )
 
 
-def _door(meeting: Meeting, problem: Problem) -> str:
+def _at_spare(meeting: Meeting, problem: Problem) -> str:
     if problem.by_udp:
         return f"the check runs there: it answers at port {meeting.place.port} by UDP"
-    return f"the check runs there: it answers at port {problem.door}" if problem.door else ""
+    return f"the check runs there: it answers at port {problem.spare}" if problem.spare else ""
 
 
 def _on_this_side(meeting: Meeting, problem: Problem, situation: Situation) -> Finding | None:
     """Return the finding that node 0 and its firewall are not what is in the way."""
-    at, port, door = _at(meeting, problem), meeting.place.port, _door(meeting, problem)
+    at, port, spare = _at(meeting, problem), meeting.place.port, _at_spare(meeting, problem)
     down = _own_link_down(situation, problem)
     if down is not None:
         state = "has no carrier" if down.unplugged else "is down"
@@ -201,7 +196,7 @@ def _on_this_side(meeting: Meeting, problem: Problem, situation: Situation) -> F
             f"{at} hears this machine, but what it sends back does not arrive here",
             "A firewall of this machine, or on the way to it, drops it. Let in TCP from there:",
             let_through("INPUT", "-s", [problem.address]),
-            door,
+            spare,
         )
     if problem.behind:
         return _unreached(
@@ -210,7 +205,7 @@ def _on_this_side(meeting: Meeting, problem: Problem, situation: Situation) -> F
             f"port {port} as well, or name an address of node 0 itself in --rdzv-endpoint, on "
             "every node. gloo and NCCL need that in any case. Here:",
             check_line(meeting.place, situation.nproc, host=problem.behind),
-            door,
+            spare,
         )
     return None
 
@@ -220,16 +215,16 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
     host, port = meeting.place.host, meeting.place.port
     at = _at(meeting, problem)
     opened = open_port(port, problem.address or host)
-    door = _door(meeting, problem)
+    spare = _at_spare(meeting, problem)
     sender = f"{problem.sender} rejects it by ICMP" if problem.sender else ""
     in_firewall = f"Open TCP port {port} in the firewall of {host}, or of the network (a security "
     in_firewall += f"group). On {host}:"
-    if problem.kind == "refused" and door:
+    if problem.kind == "refused" and spare:
         return _unreached(
             f"{at} refuses connections, though the check listens there: a firewall rejects it",
             in_firewall,
             opened,
-            door,
+            spare,
             sender,
         )
     if problem.kind == "refused":
@@ -251,9 +246,9 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
                 str(other),
             )
         up = f"the machine is up: it answers at port {problem.answering}"
-        if door or problem.answering:
+        if spare or problem.answering:
             what = "packets to that port are silently dropped"
-            return _unreached(f"{at} does not answer: {what}", in_firewall, opened, door or up)
+            return _unreached(f"{at} does not answer: {what}", in_firewall, opened, spare or up)
         everywhere = f"{at} does not answer, at no port that was tried"
         everywhere += ": packets are silently dropped"
         if problem.echoes:
@@ -285,7 +280,7 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
             in_firewall,
             opened,
             sender or "it is rejected on this machine: see its routes and its outgoing rules",
-            door,
+            spare,
         )
     return _unreached(
         f"{at} cannot be reached: {problem.words}",
@@ -293,7 +288,7 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
         f"{host}, or choose an endpoint in a network that both have.",
         opened,
         sender,
-        door,
+        spare,
         f"the route from here: ip route get {problem.address}",
     )
 

@@ -40,10 +40,7 @@ class Network:
 
 
 def networks(meeting: Meeting) -> Iterator[Network]:
-    """Yield the networks in which connections fail that a job needs.
-
-    Leave out nodes that may open no more files.
-    """
+    """Yield networks in which needed connections fail. Skip nodes that may open no files."""
     closed, short = bad_ways(meeting, "route"), short_of_files(meeting)
     failed: dict[str, dict[Way, Dialled]] = {}
     used: dict[str, set[Way]] = {}

@@ -19,7 +19,7 @@ from ddpdoctor.preflight.machine.network import (
     is_loopback,
 )
 from ddpdoctor.preflight.protocol import pairs, wire
-from ddpdoctor.preflight.protocol.joining import side_doors
+from ddpdoctor.preflight.protocol.joining import spare_ports
 from ddpdoctor.preflight.protocol.messages import (
     Answer,
     Caller,
@@ -89,10 +89,7 @@ class Member:
 
 
 class Coordinator:
-    """The server at the rendezvous port, and the nodes that came.
-
-    All times are extended by the factor ``scale``.
-    """
+    """The server at the rendezvous port and the nodes that came. ``scale`` extends all times."""
 
     def __init__(
         self, listening: socket.socket, key: bytes, nnodes: int, scale: float = 1.0
@@ -119,13 +116,13 @@ class Coordinator:
         self._notices: asyncio.BaseTransport | None = None
 
     async def open(self) -> None:
-        """Begin to listen, at a side door as well if one is free."""
+        """Begin to listen, at a spare port as well if one is free."""
         await self._serve(self._listening)
         self._port = self._listening.getsockname()[1]
         self._notices = await hear_notices(self._port, self._key, self._notice)
-        for door in side_doors(self._key, self._port):
+        for spare in spare_ports(self._key, self._port):
             with contextlib.suppress(OSError):
-                await self._serve(listen(door))
+                await self._serve(listen(spare))
                 break
 
     def _notice(self, hello: Hello, address: str) -> str:
@@ -303,7 +300,7 @@ class Coordinator:
             message = await link.receive(HELLO_TIMEOUT * self._scale)
             hello = unpacked(Hello, message)
             if hello.blocked:
-                # It came by the side door, because it finds the rendezvous port closed.
+                # It came by the spare port, because it finds the rendezvous port closed.
                 caller = replace(caller, rank=hello.rank, kind=hello.blocked)
                 self.blocked = [*_without(self.blocked, caller), caller]
                 return None

@@ -5,7 +5,7 @@ half a minute it is normal that nothing listens at the endpoint or that its mach
 Among containers a missing name or address is normal as well, since both come with the container. A
 port that a firewall closes is recognized sooner:
 
-- The coordinator also listens at a *side door*, another port that follows from the id. A node that
+- The coordinator also listens at a *spare port*, another port that follows from the id. A node that
   reaches it there, and then not at the endpoint, knows that the endpoint's port is closed.
 - A machine on whose port nothing listens refuses at once. If it answers at another port (open or
   refused), but not at the endpoint's, that port is filtered, whether the coordinator has started or
@@ -74,7 +74,7 @@ class Problem:
         answering: A port at which the machine does answer; 0 if none is known.
         echoes: Whether the machine answers a ping.
         here: The host names of the nodes that are there already.
-        door: The side door at which the coordinator answers; 0 if it does not.
+        spare: The spare port at which the coordinator answers; 0 if it does not.
         by_udp: Whether it answers by UDP.
         unheard: Whether it hears this node's calls, and its answers do not arrive.
         behind: The coordinator's own address, if the call ended at another one.
@@ -88,7 +88,7 @@ class Problem:
     answering: int = 0
     echoes: bool = False
     here: tuple[str, ...] = ()
-    door: int = 0
+    spare: int = 0
     by_udp: bool = False
     unheard: bool = False
     behind: str = ""
@@ -123,7 +123,7 @@ class Call:
 
 
 async def call_once(address: str, port: int, key: bytes, hostname: str) -> Call:
-    """Try once to reach the coordinator, at the port of the endpoint or at a side door.
+    """Try once to reach the coordinator, at the port of the endpoint or at a spare port.
 
     Raises:
         CallError: It failed.
@@ -208,10 +208,10 @@ SETTLED_AFTER = 7.0
 three lost SYNs."""
 
 SPEAK_AFTER = 8.0  # Seconds after which a message says what the node waits for
-DOORS = 3  # Side doors that are tried. The coordinator listens at the first free one.
-DOOR_TIMEOUT = 1.2  # Seconds for a side door to answer. A lost SYN is sent again after 1 s.
+MAX_SPARES = 3  # Spare ports that are tried. The coordinator listens at the first free one.
+SPARE_TIMEOUT = 1.2  # Seconds for a spare port to answer. A lost SYN is sent again after 1 s.
 
-DOORS_EVERY = 2.0
+SPARES_INTERVAL = 2.0
 
 SSH = 22  # The port that a machine most likely answers at
 
@@ -256,13 +256,13 @@ class Goal:
     rank: int | None
 
 
-def side_doors(key: bytes, port: int) -> tuple[int, ...]:
+def spare_ports(key: bytes, port: int) -> tuple[int, ...]:
     """Return the other ports at which the coordinator of an endpoint may listen."""
     first, last = _EPHEMERAL
     digest = hashlib.sha256(key + port.to_bytes(2, "big")).digest()
-    numbers = (int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * DOORS, 4))
-    doors = (first + number % (last - first + 1) for number in numbers)
-    return tuple(dict.fromkeys(door for door in doors if door != port))
+    numbers = (int.from_bytes(digest[at : at + 4], "big") for at in range(0, 4 * MAX_SPARES, 4))
+    spares = (first + number % (last - first + 1) for number in numbers)
+    return tuple(dict.fromkeys(spare for spare in spares if spare != port))
 
 
 async def call_any(goal: Goal) -> Call:
@@ -328,7 +328,7 @@ class _Attempts:
         self._trouble = trouble
         self._began = time.monotonic()
         self._said = False
-        self._tried_doors = float("-inf")
+        self._tried_spares = float("-inf")
         self._problems: list[Problem] = []
         self._ssh_tries = 0
         self._answering: dict[str, int] = {}
@@ -346,10 +346,10 @@ class _Attempts:
                     raise
             self._problems.append(problem)
             took = time.monotonic() - began
-            # Ask before the doors are tried: the machine may have come up a moment ago.
+            # Ask before the spares are tried: the machine may have come up a moment ago.
             was_up = self._is_up(problem.address)
-            if problem.kind in _BEHIND and time.monotonic() - self._tried_doors > DOORS_EVERY:
-                self._tried_doors = time.monotonic()
+            if problem.kind in _BEHIND and time.monotonic() - self._tried_spares > SPARES_INTERVAL:
+                self._tried_spares = time.monotonic()
                 call = await self._at_other_ports(problem)
                 if call is not None:
                     return call
@@ -393,10 +393,10 @@ class _Attempts:
             CallError: It is there, and the endpoint is closed.
         """
         goal, address = self._goal, problem.address
-        doors = side_doors(goal.key, goal.port)
+        spares = spare_ports(goal.key, goal.port)
         # A machine that refuses is up, and some machines ban callers who say nothing to SSH.
         ssh = problem.kind != "refused" and self._ssh_tries < SSH_TRIES
-        ports = (*doors, SSH) if ssh else doors
+        ports = (*spares, SSH) if ssh else spares
         self._ssh_tries += ssh
         *tried, _ = await asyncio.gather(
             *(self._answers(address, port) for port in ports), self._ping(problem)
@@ -405,12 +405,12 @@ class _Attempts:
         if answering and address not in self._answering:
             # SSH means more to a person than a random number.
             self._answering[address] = SSH if SSH in answering else answering[0]
-        for door in doors:
-            if door not in answering:
+        for spare in spares:
+            if spare not in answering:
                 continue
             side = None
             try:
-                side = await call_once(address, door, goal.key, goal.hostname)
+                side = await call_once(address, spare, goal.key, goal.hostname)
             except CallError as error:
                 if error.problem.kind not in ("late", "full"):
                     # Something else has that port.
@@ -428,7 +428,7 @@ class _Attempts:
                         with contextlib.suppress(WireError):
                             await side.link.send(Hello(rank=goal.rank, blocked=again.kind))
                     behind = "" if side is None or side.reached == address else side.reached
-                    settled = replace(again, door=door, behind=behind, waited=waited)
+                    settled = replace(again, spare=spare, behind=behind, waited=waited)
                     raise CallError(settled) from None
             finally:
                 if side is not None:
@@ -470,13 +470,13 @@ class _Attempts:
     async def _ping(self, problem: Problem) -> None:
         address = problem.address
         new = problem.kind == "dropped" and address not in self._echoing
-        if new and await echoes(address, DOOR_TIMEOUT / 2):
+        if new and await echoes(address, SPARE_TIMEOUT / 2):
             self._echoing.add(address)
 
     async def _answers(self, address: str, port: int) -> bool:
         """Return whether the machine accepts the connection at a port, or refuses it itself."""
         try:
-            _, writer = await connect(address, port, DOOR_TIMEOUT)
+            _, writer = await connect(address, port, SPARE_TIMEOUT)
         except ConnectError as error:
             return error.kind == "refused" and error.sender in ("", address)
         writer.transport.abort()

@@ -45,7 +45,6 @@ class Facts(Part):
         variables: Environment variables of NCCL, gloo and torch.distributed.
         commit: The checked-out commit of the script's repository.
         changes: A hash of the uncommitted changes in tracked files.
-        folder: The checkpoint directory.
     """
 
     host: wire.Host
@@ -280,7 +279,6 @@ class Reduction(Part):
         correct: Ranks on which gloo reduced correctly.
         correct_nodes: Nodes on which it did so on all ranks.
         bus: The lowest of all ranks, as ``idle`` and ``rounds``.
-        wrong: The ranks on which gloo failed.
         nccl: None if NCCL was not tested.
     """
 
@@ -304,7 +302,6 @@ class Report(Part):
     """The result of a meeting. All nodes get the same.
 
     Attributes:
-        expected: How many nodes should come.
         rejected: Callers with another rendezvous id, or none.
         rejected_calls: How many calls came from them.
         surplus: Callers that came when all nodes were there.
@@ -343,7 +340,7 @@ class Hello(Part):
     """From a caller to the coordinator: first its proof, then clock questions, or a problem.
 
     Attributes:
-        blocked: Why the rendezvous port is closed for a caller at the side door.
+        blocked: Why the rendezvous port is closed for a caller at the spare port.
         called: The address of the coordinator that was called.
         offset: How far the coordinator's clock is ahead of the node's.
         uncertainty: Half a round trip of that estimate.
@@ -367,8 +364,6 @@ class Welcome(Part):
         identity: A random number of this coordinator.
         refused: ``id``, ``late`` or ``full``; empty if the caller may stay.
         here: The host names of the nodes that are there, if it is refused.
-        nnodes: How many nodes are expected.
-        time: The coordinator's clock.
         reached: The address of the coordinator's machine at which the connection ended.
     """
 
@@ -399,7 +394,6 @@ class Order(Part):
         first: The rank of the node's first process.
         stage_limit: Seconds for each stage of NCCL.
         patience: Seconds for all stages.
-        node_of: The node of each rank.
         soak: Seconds for which the all_reduce over all ranks is repeated.
     """
 
@@ -430,13 +424,10 @@ class Answer(Part):
         failed: Why it could not do what it was asked for.
         dialled: In the order of the targets.
         unready: Why not all of its ranks have imported torch.
-        speed: The measured link.
         addresses: Those of the name.
         error: Why it has none, or why the file in the checkpoint directory was not written.
         seen: Whether that file is in its checkpoint directory.
         listing: A hash of what is in that directory.
-        ranks: The collective test.
-        verdict: The checks of its machine.
     """
 
     failed: str = ""

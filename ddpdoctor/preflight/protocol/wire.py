@@ -39,9 +39,6 @@ from ddpdoctor.core import opening
 from ddpdoctor.run.records.base import Part, as_json
 from ddpdoctor.run.records.typed_json import decoder, required
 
-# -- wire
-
-
 P = TypeVar("P", bound=Part)
 
 # -- validation
@@ -276,15 +273,12 @@ class Link:
             await asyncio.wait_for(self.writer.wait_closed(), 1)
 
 
-# -- open TCP connections, say why one fails, and limit callers that have not proved the id
+# -- connections, and why there is none
 
 
 T = TypeVar("T")
 
 TICK_S = 0.05
-
-# -- connections, and why there is none
-
 
 CONNECT_TIMEOUT = 3.5  # Seconds. A lost SYN is sent again after 1 and 3 s. ARP gives up after 3 s.
 

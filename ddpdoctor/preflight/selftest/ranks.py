@@ -557,7 +557,7 @@ def _stages(nodes: int) -> list[tuple[str, list[list[int]]]]:
 
 
 def _with_others(failed: list[list[int]], nodes: int) -> list[list[list[int]]]:
-    """Pair each node of a failed pair with one that did not fail: is it the node or the link?
+    """Pair each node of a failed pair with one that did not fail, to tell a bad node from a link.
 
     Return the rounds of pairs; none if no pair failed, or if all nodes did.
     """

@@ -48,14 +48,6 @@ def _declare(kwargs: dict[str, Any]) -> None:
     stacks.joining = asked if isinstance(asked, int) and asked > 0 else size or 0
 
 
-def _joined() -> None:
-    stacks.joining = 0
-    torch = sys.modules["torch"]
-    for subscriber in events.group_joined:
-        subscriber(torch)
-    _offer(torch.distributed)
-
-
 @shield.shielded
 def _offer(distributed: Any) -> None:
     """Offer this rank to debuggers."""
@@ -104,7 +96,11 @@ def _wrap_constructor(c10d: ModuleType, name: str, joins: bool) -> None:
         if torch_groups.least_timeout():
             _lift_timeout(c10d, asked)
         if joins:
-            _joined()
+            stacks.joining = 0
+            torch = sys.modules["torch"]
+            for subscriber in events.group_joined:
+                subscriber(torch)
+            _offer(torch.distributed)
         return result
 
     setattr(c10d, name, make_group)

@@ -25,8 +25,8 @@ from ddpdoctor.probe.runtime.wrapping import before, when_imported
 from ddpdoctor.run.journal import move_up
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
 
-_SAID = 300
-_NEAR = 8  # maximum number of frames above ``sys.exit`` that are searched for its reason
+_MAX_TEXT = 300
+_MAX_SEARCHED = 8  # maximum number of frames above ``sys.exit`` that are searched for its reason
 
 _last: tuple[ExitRecord, ErrorRecord | None] | None = None
 """The last call of ``sys.exit``, and the exception behind it."""
@@ -38,7 +38,30 @@ def install() -> None:
     # `print_exc`, `format_exc` and `logging` all end in these two.
     for name in ("print_exception", "format_exception"):
         before(traceback, name, failures.printed)
-    _wrap_exits()
+    sys_exit, os_exit = sys.exit, os._exit
+
+    @functools.wraps(sys_exit)
+    def exit(status: Any = None, /) -> NoReturn:
+        _note_exit(status)
+        try:
+            sys_exit(status)
+        except SystemExit as error:
+            shield.hide_frame(error)
+            raise
+
+    @functools.wraps(os_exit)
+    def _exit(status: int) -> NoReturn:
+        # Forked children, such as those of multiprocessing, always end this way.
+        own = os.getpid() == failures.owner
+        if own or rank.current() is not None:
+            _hard_exit(status, own)
+        os_exit(status)
+
+    # pickle looks for it in that module.
+    _exit.__module__ = "os"
+    sys.exit = exit
+    os._exit = _exit
+    atexit.register(_stray_at_exit)
     when_imported("multiprocessing.process", _wrap_process_run)
 
 
@@ -70,33 +93,6 @@ def _watch_threads() -> None:
 # -- exits without an exception
 
 
-def _wrap_exits() -> None:
-    sys_exit, os_exit = sys.exit, os._exit
-
-    @functools.wraps(sys_exit)
-    def exit(status: Any = None, /) -> NoReturn:
-        _note_exit(status)
-        try:
-            sys_exit(status)
-        except SystemExit as error:
-            shield.hide_frame(error)
-            raise
-
-    @functools.wraps(os_exit)
-    def _exit(status: int) -> NoReturn:
-        # Forked children, such as those of multiprocessing, always end this way.
-        own = os.getpid() == failures.owner
-        if own or rank.current() is not None:
-            _hard_exit(status, own)
-        os_exit(status)
-
-    # pickle looks for it in that module.
-    _exit.__module__ = "os"
-    sys.exit = exit
-    os._exit = _exit
-    atexit.register(_stray_at_exit)
-
-
 @shield.shielded
 def _note_exit(status: Any) -> None:
     """Note the call. Only the end of the process shows that it was not caught."""
@@ -104,7 +100,7 @@ def _note_exit(status: Any) -> None:
     if threading.current_thread() is not threading.main_thread():
         return
     number = failures.status_of(status)
-    said = failures.text_of(status)[:_SAID] if number and not isinstance(status, int) else None
+    said = failures.text_of(status)[:_MAX_TEXT] if number and not isinstance(status, int) else None
     refused = _refusal()
     call = failures.exit_record("sys.exit", number, caller(), said, refused)
     _last = call, failures.behind() if number and not refused else None
@@ -113,12 +109,12 @@ def _note_exit(status: Any) -> None:
 def _refusal() -> str:
     """Return the message of ``ArgumentParser.error`` if it makes the process exit."""
     frame: FrameType | None = sys._getframe()
-    for _ in range(_NEAR):
+    for _ in range(_MAX_SEARCHED):
         if frame is None:
             break
         code = frame.f_code
         if code.co_name == "error" and os.path.basename(code.co_filename) == "argparse.py":
-            return str(frame.f_locals.get("message") or "")[:_SAID]
+            return str(frame.f_locals.get("message") or "")[:_MAX_TEXT]
         frame = frame.f_back
     return ""
 

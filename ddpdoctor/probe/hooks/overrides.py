@@ -41,7 +41,20 @@ def install_ddp(module: ModuleType) -> None:
     if wanted:
         _override(ddp_class, wanted)
     if "comm_hook" in behaviour:
-        _register(ddp_class, str(behaviour["comm_hook"]))
+        name = str(behaviour["comm_hook"])
+        build, register = ddp_class.__init__, ddp_class.register_comm_hook
+
+        @functools.wraps(build)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            build(self, *args, **kwargs)
+            hooks = importlib.import_module(
+                "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+            )
+            register(self, None, getattr(hooks, f"{name}_hook"))
+            _note(ddp_class, "comm_hook", name)
+
+        ddp_class.__init__ = __init__
+        ddp_class.register_comm_hook = _ignored
     if "accumulation" in behaviour:
         _accumulate(ddp_class, int(behaviour["accumulation"]))
     if "ddp" in behaviour:
@@ -74,7 +87,17 @@ def _override(owner: Any, wanted: dict[str, Value]) -> None:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             bound = signature.bind(self, *args, **kwargs)
-            _change(owner, bound.arguments, wanted)
+            for name, value in wanted.items():
+                if name == "batch_size" and (
+                    bound.arguments.get("batch_sampler") is not None
+                    or bound.arguments.get(name, 1) is None
+                ):
+                    continue
+                _note(owner, name, value, bound.arguments.get(name, ""))
+                bound.arguments[name] = value
+            if wanted.get("num_workers") == 0:
+                for name in _NEED_WORKERS:
+                    bound.arguments.pop(name, None)
             args, kwargs = bound.args[1:], bound.kwargs
         except Exception as error:
             # torch reports errors in the script's arguments.
@@ -86,34 +109,6 @@ def _override(owner: Any, wanted: dict[str, Value]) -> None:
             raise
 
     owner.__init__ = __init__
-
-
-def _change(owner: Any, arguments: dict[str, Any], wanted: dict[str, Value]) -> None:
-    for name, value in wanted.items():
-        if name == "batch_size" and (
-            arguments.get("batch_sampler") is not None or arguments.get(name, 1) is None
-        ):
-            continue
-        _note(owner, name, value, arguments.get(name, ""))
-        arguments[name] = value
-    if wanted.get("num_workers") == 0:
-        for name in _NEED_WORKERS:
-            arguments.pop(name, None)
-
-
-def _register(ddp_class: Any, name: str) -> None:
-    """Register a communication hook of torch. A hook registered by the script has no effect."""
-    build, register = ddp_class.__init__, ddp_class.register_comm_hook
-
-    @functools.wraps(build)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        build(self, *args, **kwargs)
-        hooks = importlib.import_module("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
-        register(self, None, getattr(hooks, f"{name}_hook"))
-        _note(ddp_class, "comm_hook", name)
-
-    ddp_class.__init__ = __init__
-    ddp_class.register_comm_hook = _ignored
 
 
 def _ignored(*args: object, **kwargs: object) -> None:

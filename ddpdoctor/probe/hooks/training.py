@@ -448,33 +448,28 @@ def _clipped(tracker: Any, result: Any, error: BaseException | None) -> None:
 
 
 def install_serialization(serialization: ModuleType) -> None:
-    """Record the devices of loaded storages.
-
-    That is below ``torch.load``, whose warnings point to its caller.
-    """
+    """Record devices of loaded storages, below ``torch.load``, whose warnings name its caller."""
     original = getattr(serialization, torch_private.RESTORE_LOCATION, None)
     if original is None:
         return
 
     @functools.wraps(original)
     def _get_restore_location(map_location: Any) -> Any:
-        return _watched(original(map_location), map_location is not None)
+        restore = original(map_location)
+        mapped = map_location is not None
+        seen: set[Any] = set()
+
+        @shield.shielded
+        def look(device: Any) -> None:
+            if device.type == "cuda" and device not in seen:
+                seen.add(device)
+                failures.tensors_loaded(device, mapped)
+
+        def restore_location(storage: Any, location: Any) -> Any:
+            result = restore(storage, location)
+            look(getattr(result, "device", None))
+            return result
+
+        return restore_location
 
     setattr(serialization, torch_private.RESTORE_LOCATION, _get_restore_location)
-
-
-def _watched(restore: Callable[[Any, Any], Any], mapped: bool) -> Callable[[Any, Any], Any]:
-    seen: set[Any] = set()
-
-    @shield.shielded
-    def look(device: Any) -> None:
-        if device.type == "cuda" and device not in seen:
-            seen.add(device)
-            failures.tensors_loaded(device, mapped)
-
-    def restore_location(storage: Any, location: Any) -> Any:
-        result = restore(storage, location)
-        look(getattr(result, "device", None))
-        return result
-
-    return restore_location

@@ -37,16 +37,16 @@ from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.run.records.model import BuffersRecord, OtherModelRecord, StatisticsRecord
 from ddpdoctor.run.records.training import EvaluationRecord
 
-DENSE = 8  # first steps, which are all hashed; later powers of two, each with the next step
-EVERY = 1024  # maximum interval of hashed steps, instead of larger powers of two
-MOST = 8  # buffers in a record
+DENSE_STEPS = 8  # first steps, which are all hashed; later powers of two, each with the next step
+MAX_INTERVAL = 1024  # maximum interval of hashed steps, instead of larger powers of two
+MAX_BUFFERS = 8  # buffers in a record
 MAX_EVALUATIONS = 64  # maximum number of evaluations that a rank records
-AHEAD = 2  # first evaluations, hashed regardless of the budget, which short jobs have spent by then
+UNBUDGETED_EVALUATIONS = 2  # short jobs have spent their budget by then
 MAX_OTHERS = 8  # maximum number of followed models outside DDP
 MAX_TRIES = 2  # batches of an evaluation at which evaluation mode is checked
-LAYERS = 64  # layers whose statistics are hashed
-NAMED = 4  # maximum number of layers whose elements are written
-SAMPLE = 32  # elements of a buffer that are written
+MAX_LAYERS = 64  # layers whose statistics are hashed
+MAX_SAMPLED_LAYERS = 4  # maximum number of layers whose elements are written
+SAMPLED_ELEMENTS = 32  # elements of a buffer that are written
 STATISTICS = ("running_", "moving_")  # prefixes of the names of running statistics
 
 
@@ -64,7 +64,7 @@ class Buffers(Observer):
         step = self.state.tracker.steps
         # Two steps in a row show how fast a buffer changes.
         before = step & ~1
-        if not armed or (step >= DENSE and before & (before - 1) and before % EVERY):
+        if not armed or (step >= DENSE_STEPS and before & (before - 1) and before % MAX_INTERVAL):
             return
         module = self._replicas.number_of(ddp)
         budget = self.state.budget
@@ -157,7 +157,7 @@ class Statistics(Observer):
             or self._hashed.get(number) == armed
             or self._count >= MAX_EVALUATIONS
             or torch_private.broadcasts_buffers(ddp) is not False
-            or (self.state.budget.left() < 0 and self._count >= AHEAD)
+            or (self.state.budget.left() < 0 and self._count >= UNBUDGETED_EVALUATIONS)
             or capturing(sys.modules["torch"])
         ):
             return
@@ -180,11 +180,11 @@ class Statistics(Observer):
                     group=tuple(torch_groups.group_ranks(ddp)),
                     armed=armed,
                     layers=len(layers),
-                    names=tuple(layers)[:NAMED],
+                    names=tuple(layers)[:MAX_SAMPLED_LAYERS],
                     **sites.caller().place,
                 )
-                kept = [tensor for pair in list(layers.values())[:LAYERS] for tensor in pair]
-                _write(self.state, record, kept, 2 * NAMED)
+                kept = [tensor for pair in list(layers.values())[:MAX_LAYERS] for tensor in pair]
+                _write(self.state, record, kept, 2 * MAX_SAMPLED_LAYERS)
 
 
 class OtherModels(Observer):
@@ -223,7 +223,9 @@ class OtherModels(Observer):
                 parameters = [each for each in module.parameters() if is_plain(each)]
                 if not parameters or any(id(each) in inside for each in parameters):
                     continue
-                chosen = parameters[:: max(1, len(parameters) // NAMED)][:NAMED]
+                chosen = parameters[:: max(1, len(parameters) // MAX_SAMPLED_LAYERS)][
+                    :MAX_SAMPLED_LAYERS
+                ]
                 read = norms_of(chosen)
                 record = OtherModelRecord(number=number, type=type(module).__name__, armed=armed)
                 if read is not None:
@@ -243,7 +245,7 @@ def _write(
     """Write a record with hashes of tensors, and elements of the first ones."""
     with sys.modules["torch"].no_grad():
         hashes = Readback([hash_of(each) for each in tensors])
-        samples = [Elements(each, SAMPLE) for each in tensors[:sampled]]
+        samples = [Elements(each, SAMPLED_ELEMENTS) for each in tensors[:sampled]]
 
     def made(numbers: list[Any]) -> BuffersRecord | StatisticsRecord:
         texts = tuple(f"{each & (1 << 64) - 1:016x}" for each in numbers[: len(tensors)])
@@ -265,7 +267,7 @@ def _unnormalized(ddp: Any) -> Iterator[tuple[str, Any]]:
             name = f"{prefix}.{short}" if prefix else short
             if (
                 buffer is not None
-                and found < MOST
+                and found < MAX_BUFFERS
                 and name not in ignored
                 and short not in unsaved
                 and not short.startswith(STATISTICS)

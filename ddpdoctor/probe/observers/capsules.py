@@ -204,16 +204,12 @@ class Capsules(Observer):
         number = value if isinstance(value, float) else float(loss)
         if self._number is None and self._forwards and number - number != 0.0:
             self._write(f"the loss is {number}")
-            self._forget()
+            self._number, self._forwards = -1, []
 
     def rank_fails(self, error: BaseException) -> None:
         """Keep the step in which an exception ends the rank."""
         if self._number is None and self._forwards:
             self._write(f"{type(error).__name__}: {error}"[:500])
-
-    def _forget(self) -> None:
-        """Follow no further step."""
-        self._number, self._forwards = -1, []
 
     def _write(self, error: str) -> None:
         ddp = self._ddp() if self._ddp is not None else None

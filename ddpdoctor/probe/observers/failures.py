@@ -59,7 +59,8 @@ class Checkpoints(Observer):
 
     def saves(self, content: Any, file: Any) -> None:
         """Record a saved file once per kind of content."""
-        path = regular_file(file)
+        path = path_of(file)
+        path = "" if os.path.exists(path) and not os.path.isfile(path) else path
         if path:
             kind = _content(content)
             record = SaveRecord(
@@ -77,12 +78,6 @@ def path_of(file: Any) -> str:
     name = file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", None)
     path = os.fspath(name) if isinstance(name, (str, os.PathLike)) else ""
     return os.path.realpath(path) if isinstance(path, str) and path else ""
-
-
-def regular_file(file: Any) -> str:
-    """Return the path of a regular file, and "" for a buffer or a device."""
-    path = path_of(file)
-    return "" if os.path.exists(path) and not os.path.isfile(path) else path
 
 
 def _content(obj: Any, depth: int = _CONTENT_DEPTH) -> str:
@@ -125,10 +120,7 @@ _MAX_CHAINED = 8  # maximum number of examined exceptions in a chain
 
 
 def file_facts(error: BaseException) -> ResourceFacts | None:
-    """Describe the file that ``torch.save`` or ``torch.load`` failed on, or the failed download.
-
-    Return None if the exception is about neither.
-    """
+    """Describe the file or download on which ``torch.save`` or ``torch.load`` failed, if any."""
     current: BaseException | None = error
     for _ in range(_MAX_CHAINED):
         if current is None:
@@ -287,8 +279,8 @@ _MESSAGE = 4_000
 _LINE = 1_500
 _TRACEBACK = 60_000
 
-_SAME = 1_000_000_000  # nanoseconds within which an equal id means the same exception
-_FRESH = 60_000_000_000  # maximum nanoseconds from a printed exception to the exit that it explains
+_MAX_SAME_NS = 1_000_000_000  # nanoseconds within which an equal id means the same exception
+_MAX_UNTIL_EXIT_NS = 60_000_000_000  # from a printed exception to the exit that it explains
 _NO_FAILURE = ("SystemExit", "GeneratorExit", "Exit", "Abort")
 """Exceptions by which a script, or click, exits on purpose."""
 
@@ -422,17 +414,14 @@ def write_stray(record: EndOfProcess) -> None:
 
 @shield.shielded
 def printed(*args: Any, **kwargs: Any) -> None:
-    """Remember a printed exception as a record.
-
-    The exception itself would keep its frames alive.
-    """
+    """Remember a printed exception as a record. The exception would keep its frames alive."""
     global _shown
     error = kwargs.get("value", args[1] if len(args) > 1 else args[0] if args else None)
     if not isinstance(error, BaseException) or not _is_failure(error):
         return
     if os.getpid() != owner and rank.current() is None:
         return
-    if _shown is None or _shown[0] != id(error) or time.time_ns() - _shown[1].time > _SAME:
+    if _shown is None or _shown[0] != id(error) or time.time_ns() - _shown[1].time > _MAX_SAME_NS:
         _shown = id(error), _placed(_in_words(error), error)
 
 
@@ -466,7 +455,7 @@ def behind() -> ErrorRecord | None:
     error = sys.exc_info()[1]
     if error is not None and _is_failure(error):
         return _placed(describe(error), error)
-    if _shown is None or time.time_ns() - _shown[1].time > _FRESH:
+    if _shown is None or time.time_ns() - _shown[1].time > _MAX_UNTIL_EXIT_NS:
         return None
     return _shown[1] if rank.current() is None else _shown_in_step()
 

@@ -63,10 +63,7 @@ LARGEST_NORM = 3.4e38  # larger norms are written as infinite, as in single prec
 class ModuleHashes:
     """The hashes of one module, which a device computes. Create it with gradients off.
 
-    Args:
-        number: The module's number.
-        parameters: Those that DDP keeps equal.
-        rich: Whether to hash gradients, too, and to give each tensor its own hash and norm.
+    A ``rich`` one hashes gradients, too, and gives each tensor its own hash and norm.
     """
 
     def __init__(self, number: int, parameters: list[Any], rich: bool) -> None:
@@ -158,11 +155,7 @@ NAMED_CHANGED = 8  # maximum number of parameters that a record names; it counts
 
 
 class Versions:
-    """The version counters and addresses of parameters after a step.
-
-    Args:
-        step: The step's number, or -1 before the first one.
-    """
+    """The version counters and addresses of parameters after a step; -1 before the first one."""
 
     def __init__(self, step: int = -1) -> None:
         self._step = step
@@ -357,10 +350,7 @@ class Fingerprints(Observer):
         ledger.watch(min((size for size in sizes if size), default=0), moved)
 
     def _look_together(self, step: int) -> None:
-        """Hash all parameters after collectives that may have averaged them.
-
-        Replicas of local SGD are equal after averaging, and never after a step.
-        """
+        """Hash all parameters after collectives that may have averaged them, as local SGD does."""
         moved, self._moved = self._moved, 0
         if self.state.ledger is not None:
             self._await_together(self.state.ledger)

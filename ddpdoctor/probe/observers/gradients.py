@@ -51,11 +51,11 @@ from ddpdoctor.run.records.model import (
 MAX_CHECKED = 10  # synchronized backwards of a DDP module that are checked for missing gradients
 MAX_NAMED = 8  # maximum number of parameters or layers that a record names; it counts all
 UNFINISHED = "Expected to have finished reduction"  # DDP's message about missing gradients
-USED_FOR = 50  # synchronized backwards after which full use of the parameters is recorded
-USED_IN_ALL = 5  # the same if the rank ends earlier
-DENSE_LOOKS = 8  # first synchronized backwards; zeros are searched for after each
-RECORDED_AT = 64  # synchronized backwards after which a running job records zeros
-PART = 1 << 12  # elements of a gradient on the CPU that are checked first
+USE_BACKWARDS = 50  # synchronized backwards after which full use of the parameters is recorded
+MIN_USE_BACKWARDS = 5  # the same if the rank ends earlier
+DENSE_SEARCHES = 8  # first synchronized backwards; zeros are searched for after each
+ZEROS_RECORDED_AT = 64  # synchronized backwards after which a running job records zeros
+CHECKED_ELEMENTS = 1 << 12  # elements of a gradient on the CPU that are checked first
 NORMALIZING_AT = 3  # the synchronized backward after which BatchNorm layers are recorded
 
 STEP_IN_NO_SYNC = "step in no_sync"
@@ -68,7 +68,7 @@ OUTSIDE = "outside"
 """The cause if parameters belong to no DDP module."""
 
 MAX_CONSTANT_LOSSES = 16  # maximum number of records
-MEASURED = 4  # maximum number of parameters whose norms are in a record
+MAX_MEASURED = 4  # maximum number of parameters whose norms are in a record
 DENSE_UNREDUCED = 10  # first measurements of each kind of unreduced gradient; then powers of two
 MAX_UNREDUCED = 256  # the last measurement
 SEARCH_EVERY = 512
@@ -161,7 +161,7 @@ class Gradients(Observer):
             each.unreduced = None
         elif each.cause and (each.unreduced is None or each.unreduced.cause == STEP_IN_NO_SYNC):
             # Accumulation within no_sync() is no fault while more backwards follow.
-            each.unreduced = Unreduced(each.cause, sites.caller(), changed[:MEASURED])
+            each.unreduced = Unreduced(each.cause, sites.caller(), changed[:MAX_MEASURED])
         each.armed = each.unarmed = 0
 
     def step_begins(self, optimizer: Any) -> None:
@@ -177,7 +177,7 @@ class Gradients(Observer):
                 self._check(each, ddp)
             elif each.armed and each.forwards and each.unreduced is None:
                 # No backward has reached its parameters. They may still have gradients.
-                each.unreduced = Unreduced(NO_BACKWARD, each.site, each.spread[:MEASURED])
+                each.unreduced = Unreduced(NO_BACKWARD, each.site, each.spread[:MAX_MEASURED])
             each.forwards = 0
             if self._pacing.settling:
                 # Its forward may have run while nothing was counted.
@@ -192,7 +192,7 @@ class Gradients(Observer):
             self._record_normalizing(each, ddp)
         # DDP's constructor sets the static graph after our events.
         unused = ddp.find_unused_parameters
-        most = USED_FOR if unused else MAX_CHECKED
+        most = USE_BACKWARDS if unused else MAX_CHECKED
         if each.reduced <= most and not getattr(ddp, "static_graph", False):
             with budget.spending():
                 if unused:
@@ -201,7 +201,7 @@ class Gradients(Observer):
                     self._find_missing(each, ddp)
         count = each.reduced
         search = not count & (count - 1) or count % SEARCH_EVERY == 0
-        if (unused or getattr(ddp, "static_graph", False)) and (count <= DENSE_LOOKS or search):
+        if (unused or getattr(ddp, "static_graph", False)) and (count <= DENSE_SEARCHES or search):
             self._look_for_zeros(each, ddp)
         if (search or (each.guards and not each.added and each.thawed)) and budget.left() >= 0:
             with budget.spending():
@@ -237,9 +237,9 @@ class Gradients(Observer):
     def rank_ends(self) -> None:
         """Record for short jobs that all parameters were used, or which were not."""
         for each in self._replicas.alive:
-            if each.looks >= USED_IN_ALL:
+            if each.looks >= MIN_USE_BACKWARDS:
                 self._record_never(each)
-            if each.least is not None and each.reduced >= USED_IN_ALL:
+            if each.least is not None and each.reduced >= MIN_USE_BACKWARDS:
                 self._record_use(each)
 
     # -- missing gradients
@@ -271,7 +271,7 @@ class Gradients(Observer):
             return
         with budget.spending():
             self._keep_largest(torch, each, ddp)
-            if each.reduced == RECORDED_AT:
+            if each.reduced == ZEROS_RECORDED_AT:
                 self._record_never(each)
 
     def _keep_largest(self, torch: Any, each: Replica, ddp: Any) -> None:
@@ -344,7 +344,7 @@ class Gradients(Observer):
             return
         least = used.min().double()
         each.least = least if each.least is None else each.least.minimum(least)
-        if each.reduced == USED_FOR:
+        if each.reduced == USE_BACKWARDS:
             self._record_use(each)
 
     def _record_use(self, each: Replica) -> None:
@@ -394,16 +394,13 @@ class Gradients(Observer):
             record = UnreducedRecord(
                 step=self.state.tracker.steps, ddp=each.number, cause=cause, **site.place
             )
-            seen = _with_norms(record, dict(plain[:MEASURED]))
+            seen = _with_norms(record, dict(plain[:MAX_MEASURED]))
             if seen is not None:
                 self.state.recorder.add(seen)
 
 
 def _with_norms(record: UnreducedRecord, shown: dict[str, Any]) -> Lazy | None:
-    """Return a record with the norms of gradients and values of some parameters, once known.
-
-    None if they cannot be read.
-    """
+    """Return a record with norms of gradients and values, once known; None if unreadable."""
     read = readback.gradients_and_values(list(shown.values()))
     if read is None:
         return None
@@ -417,9 +414,9 @@ def _with_norms(record: UnreducedRecord, shown: dict[str, Any]) -> Lazy | None:
     return when_ready([read], with_norms)
 
 
-JOINT_LOOKS = 4  # first backwards, which are checked for gradients of other parameters
+JOINT_BACKWARDS = 4  # first backwards, which are checked for gradients of other parameters
 FACTOR_ERROR = 1e-3
-LOOKED_AT = 8  # first backwards, whose graph is read from the loss on
+MAX_GRAPHS = 8  # first backwards, whose graph is read from the loss on
 MAX_NODES = 64  # maximum number of nodes read
 SCALED_STEPS = 3  # backwards with a loss divided by the number of ranks until it is recorded
 
@@ -440,7 +437,7 @@ class LossScale(Observer):
             return
         reduced = collective_calls.reduced_graphs
         self._looked += 1
-        if self._looked > LOOKED_AT:
+        if self._looked > MAX_GRAPHS:
             self.rest("graph_begins")
         elif (root := getattr(loss, "grad_fn", None)) is not None:
             self._follow(root, reduced)
@@ -510,7 +507,7 @@ class Outside(Observer):
     def backward_begins(self) -> None:
         """Note the state of the parameters' gradients."""
         self._looked += 1
-        if self._looked > JOINT_LOOKS:
+        if self._looked > JOINT_BACKWARDS:
             self.rest("backward_begins", "backward_ended")
         for optimizer in all_made():
             if optimizer not in self._known and self._replicas.alive:
@@ -532,7 +529,7 @@ class Outside(Observer):
             for place, parameter in enumerate(parameters_of(optimizer))
             if id(parameter) not in inside and parameter.requires_grad
         }
-        return _Beside(-1 - len(self._known), dict(list(outside.items())[:MEASURED]))
+        return _Beside(-1 - len(self._known), dict(list(outside.items())[:MAX_MEASURED]))
 
     def backward_ended(self) -> None:
         """Note whether the backward was reduced."""
@@ -551,7 +548,7 @@ class Outside(Observer):
             with self.state.budget.spending():
                 each.first = self._seen(optimizer, each)
         if not any(one.joint and one.steps < MAX_UNREDUCED for one in self._known.values()):
-            if self._looked > JOINT_LOOKS:
+            if self._looked > JOINT_BACKWARDS:
                 self.rest("step_begins")
             return
         count, budget = each.steps, self.state.budget
@@ -579,8 +576,8 @@ class Outside(Observer):
 
 def _largest(gradient: Any) -> Any:
     """Return the largest magnitude in a gradient, or in a nonzero part of it."""
-    if gradient.numel() > PART and gradient.device.type == "cpu":
-        some = readback.flattened(gradient)[:: gradient.numel() // PART].abs().max()
+    if gradient.numel() > CHECKED_ELEMENTS and gradient.device.type == "cpu":
+        some = readback.flattened(gradient)[:: gradient.numel() // CHECKED_ELEMENTS].abs().max()
         if some:
             return some
     return gradient.abs().max() if gradient.numel() else gradient.new_ones(())
@@ -642,8 +639,8 @@ EDITS_EVERY = 64  # first steps, which are all checked; then the interval of che
 MAX_EDITS = 128  # maximum number of records of each kind
 NAMED_EDITED = 4  # maximum number of parameters that a record names
 FACTOR_STEPS = 8  # first steps with measurements of a gradient before and after the job's changes
-FACTORS = 4  # maximum number of measured changes
-MISPLACED = 3  # number of consecutive early calls of clipping until it is recorded
+MAX_FACTORS = 4  # maximum number of measured changes
+MIN_MISPLACED = 3  # number of consecutive early calls of clipping until it is recorded
 _NO_CALL = ("", NOWHERE)
 
 
@@ -692,23 +689,19 @@ class Edits(Observer):
                 self.state.add(ClipRecord(step=step, call=name, **call[1].place), MAX_EDITS)
         self._clipped = step
         if step < EDITS_EVERY:
-            self._judge(name)
-
-    def _judge(self, name: str) -> None:
-        """Count calls that come too early, in steps whose events are all observed."""
-        if not self._fresh:
-            self._early = name, sites.caller()
-            return
-        edited = any(each.changed(marks) for each, marks in self._marks)
-        if self._scaled and not edited:
-            self._count("scaled", name, sites.caller())
-        else:
-            self._misplaced["scaled"] = -EDITS_EVERY
-        self._misplaced["early"] = -EDITS_EVERY
+            if not self._fresh:
+                self._early = name, sites.caller()
+                return
+            edited = any(each.changed(marks) for each, marks in self._marks)
+            if self._scaled and not edited:
+                self._count("scaled", name, sites.caller())
+            else:
+                self._misplaced["scaled"] = -EDITS_EVERY
+            self._misplaced["early"] = -EDITS_EVERY
 
     def _count(self, what: str, name: str, site: Site) -> None:
         times = self._misplaced[what] = self._misplaced.get(what, 0) + 1
-        if times == MISPLACED:
+        if times == MIN_MISPLACED:
             step = self.state.tracker.steps
             record = MisplacedClipRecord(step=step, call=name, what=what, **site.place)
             self.state.recorder.add(record)
@@ -740,7 +733,7 @@ class Edits(Observer):
         """Measure a gradient after DDP's reduction."""
         self._measured = None
         budget = self.state.budget
-        if self._passes > 1 or len(self._pairs) >= 2 * FACTORS or budget.left() < 0:
+        if self._passes > 1 or len(self._pairs) >= 2 * MAX_FACTORS or budget.left() < 0:
             return
         with budget.spending():
             for each in self._replicas.alive[:1]:
@@ -763,7 +756,7 @@ class Edits(Observer):
         if read is None:
             return
         self._pairs += [before, read]
-        if len(self._pairs) == 2 * FACTORS:
+        if len(self._pairs) == 2 * MAX_FACTORS:
             record = GradientScaleRecord(step=self.state.tracker.steps, name=each.names[index])
 
             def with_factors(norms: list[float]) -> GradientScaleRecord:

@@ -1,8 +1,8 @@
 """Find the objects that grow on a rank, and the names that hold them.
 
-A look walks from the frames of the training thread and the user's modules through containers,
-objects, closures and tensors, nearest first, and notes the size of each. A second look some steps
-later shows what grew. A look takes a few milliseconds at most and keeps only names and numbers. It
+A scan walks from the frames of the training thread and the user's modules through containers,
+objects, closures and tensors, nearest first, and notes the size of each. A second scan some steps
+later shows what grew. A scan takes a few milliseconds at most and keeps only names and numbers. It
 calls no code of the job, changes no object, and uses neither the garbage collector nor a device.
 """
 
@@ -29,9 +29,9 @@ from ddpdoctor.probe.runtime.evaluation import locals_of
 from ddpdoctor.run.records.base import CodeFrame
 from ddpdoctor.run.records.memory import Holder
 
-LONGEST = 8_000_000  # maximum CPU time of a look, in nanoseconds
-DEEPEST = 9  # maximum number of references from a frame or module to a noted object
-WIDEST = 256  # maximum number of elements followed in a container, newest first
+MAX_SCAN_NS = 8_000_000  # maximum CPU time of a scan, in nanoseconds
+MAX_DEPTH = 9  # maximum number of references from a frame or module to a noted object
+MAX_FOLLOWED = 256  # maximum number of elements followed in a container, newest first
 MAX_FRAMES = 64
 MAX_MODULES = 128  # modules of the user
 MIN_ELEMENTS, MIN_BYTES = 2, 1 << 14  # of what is noted
@@ -68,7 +68,7 @@ class Noted(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A name in a frame or module. Equal in each look."""
+    """A name in a frame or module. Equal in each scan."""
 
     path: str
     line: int
@@ -76,12 +76,10 @@ class Place(NamedTuple):
     name: str
 
 
-class Look:
-    """One look at what a rank holds.
+class Scan:
+    """One scan at what a rank holds, from the innermost frame of the training thread that counts.
 
-    Args:
-        frame: The innermost frame of the training thread that counts.
-        earlier: The sizes of the former look. Only what has grown since is described.
+    Only what has grown since the ``earlier`` scan is described.
     """
 
     def __init__(self, frame: FrameType | None, earlier: dict[Place, Noted] | None = None) -> None:
@@ -99,11 +97,15 @@ class Look:
         self._until = 0
         self._depths: list[int] = []
         try:
-            frames = _frames_from(frame)
+            frames: list[FrameType] = []
+            while frame is not None and len(frames) < MAX_FRAMES:
+                if str(frame.f_globals.get("__name__", "")).partition(".")[0] not in _CLOSED:
+                    frames.append(frame)
+                frame = frame.f_back
             mine = [each for each in frames if user_file(each.f_code.co_filename)]
             self._frames(mine)
             self._modules(mine)
-            self._until = time.thread_time_ns() + LONGEST
+            self._until = time.thread_time_ns() + MAX_SCAN_NS
             self._walk()
             # Trainers of libraries lead to many objects that are not the job's.
             self._frames([each for each in frames if each not in mine])
@@ -179,7 +181,7 @@ class Look:
             depths.append(depth)
             if value is not None and id(value) not in self._seen:
                 self._seen.add(id(value))
-                self._visit(at, value, depth < DEEPEST)
+                self._visit(at, value, depth < MAX_DEPTH)
             at += 1
 
     def _visit(self, at: int, value: Any, deeper: bool) -> None:
@@ -210,16 +212,16 @@ class Look:
             return
         if issubclass(kind, dict):
             pairs = dict.items(value)
-            chosen = list(pairs) if size <= WIDEST else [next(iter(reversed(pairs)))]
+            chosen = list(pairs) if size <= MAX_FOLLOWED else [next(iter(reversed(pairs)))]
             for key, each in chosen:
                 self._add(at, _label(key), each)
         elif issubclass(kind, (set, frozenset)):
-            if size <= WIDEST:
+            if size <= MAX_FOLLOWED:
                 for each in tuple(value) if kind in (set, frozenset) else ():
                     self._add(at, "[]", each)
         else:
             base = _base_of(kind)
-            if size <= WIDEST:
+            if size <= MAX_FOLLOWED:
                 for number, each in enumerate(list(base.__iter__(value))):
                     self._add(at, number, each)
             else:
@@ -354,19 +356,6 @@ def _label(key: Any) -> str:
     return f"[{key!r}]" if type(key) is int or (type(key) is str and len(key) < 40) else "[]"
 
 
-def _frames_from(frame: FrameType | None) -> list[FrameType]:
-    frames: list[FrameType] = []
-    while frame is not None and len(frames) < MAX_FRAMES:
-        if _owner(frame) not in _CLOSED:
-            frames.append(frame)
-        frame = frame.f_back
-    return frames
-
-
-def _owner(frame: FrameType) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
-
-
 def _file_of(module: Any) -> str:
     path = vars(module).get("__file__") if type(module) is ModuleType else None
     return path if type(path) is str else ""
@@ -481,16 +470,16 @@ def words_of(container: Any) -> str:
     return f"{type(container).__name__} of {type(_newest(container)).__name__}"
 
 
-def merged(before: dict[Place, Holder], look: Look) -> dict[Place, Holder]:
-    """Return what grew over several looks. ``look`` is the newest."""
+def merged(before: dict[Place, Holder], scan: Scan) -> dict[Place, Holder]:
+    """Return what grew over several scans. ``scan`` is the newest."""
     kept: dict[Place, Holder] = {}
     for place, older in before.items():
-        noted = look.sizes.get(place)
+        noted = scan.sizes.get(place)
         # A container that shrinks is bounded, or is rebuilt in each pass.
         if noted is not None and noted.size >= older.size:
-            newest = look.grown.get(place, older)
+            newest = scan.grown.get(place, older)
             kept[place] = newest._replace(grew=newest.size - older.size + older.grew)
-    for place, holder in look.grown.items():
+    for place, holder in scan.grown.items():
         kept.setdefault(place, holder)
     return kept
 

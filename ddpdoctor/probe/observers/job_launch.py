@@ -112,10 +112,7 @@ _SEARCH_SECONDS = 0.3  # for the search of all processes
 
 
 def port_facts(message: str) -> ResourceFacts | None:
-    """Return the current holder of the port that torch's store could not listen on.
-
-    Return None for other messages.
-    """
+    """Return the holder of the port that torch's store could not listen on, by its message."""
     refused = _LISTEN_FAILED.search(message)
     if refused is None:
         return None
@@ -187,7 +184,23 @@ def _port_holder(port: int) -> PortHolder | None:
         # The process has ended or belongs to another user.
         with contextlib.suppress(OSError):
             if any(os.readlink(f"{folder}/{name}") in inodes for name in os.listdir(folder)):
-                return _describe_holder(pid)
+                environment: dict[str, str] = {}
+                words = ""
+                try:
+                    with open(f"/proc/{pid}/cmdline", "rb") as file:
+                        words = os.fsdecode(file.read()[:400]).replace("\0", " ").strip()
+                    with open(f"/proc/{pid}/environ", "rb") as file:
+                        environment = _environment_of(file.read())
+                except OSError:
+                    pass
+                mine = os.environ.get(MARK)
+                return PortHolder(
+                    pid=pid,
+                    name=words,
+                    ours=bool(mine) and environment.get(MARK) == mine,
+                    rank=environment.get("RANK"),
+                    itself=pid == os.getpid(),
+                )
         if time.monotonic() > deadline:
             break
     return None
@@ -205,23 +218,3 @@ def _listening_sockets(port: int) -> Iterator[str]:
             words = line.split()
             if words[3] == _TCP_LISTEN and int(words[1].rpartition(":")[2], 16) == port:
                 yield f"socket:[{words[9]}]"
-
-
-def _describe_holder(pid: int) -> PortHolder:
-    environment: dict[str, str] = {}
-    words = ""
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            words = os.fsdecode(file.read()[:400]).replace("\0", " ").strip()
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            environment = _environment_of(file.read())
-    except OSError:
-        pass
-    mine = os.environ.get(MARK)
-    return PortHolder(
-        pid=pid,
-        name=words,
-        ours=bool(mine) and environment.get(MARK) == mine,
-        rank=environment.get("RANK"),
-        itself=pid == os.getpid(),
-    )

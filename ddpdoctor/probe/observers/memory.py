@@ -2,7 +2,7 @@
 
 Between two steps the allocator's counters and the process's pages are read in 20 to 40 us. This
 happens in each of the first steps, then at growing intervals: doubling the number of steps adds 33
-readings. If they grow steadily, several looks compare what the job's names refer to
+readings. If they grow steadily, several scans compare what the job's names refer to
 (`ddpdoctor.probe.observers.holders`). The writing thread reads the memory of child processes, and
 that of the machine.
 """
@@ -10,6 +10,7 @@ that of the machine.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import time
@@ -40,13 +41,13 @@ from ddpdoctor.run.records.memory import (
 
 READINGS = 48  # readings while the number of steps grows by a factor of 2.7
 JUDGED_EVERY = 4  # number of readings between two judgements
-SUSPECT = 24 << 20  # minimum growth in bytes that starts a series of looks
+MIN_SUSPECT_GROWTH = 24 << 20  # minimum growth in bytes that starts a series of scans
 MAX_POINTS = 4096  # maximum number of readings; then every second one is dropped
 
-LOOKS = (0, 2, 4, 8, 16)  # steps from a suspicion or a look to the next look
+SCAN_INTERVALS = (0, 2, 4, 8, 16)  # steps from a suspicion or a scan to the next scan
 MAX_SITES = 3  # lines that are recorded
-SITES_UNTIL = 4  # looks during which torch records allocations
-WRITTEN_AFTER = 2  # minimum number of looks for a record if the rank ends early
+MAX_SITE_SCANS = 4  # scans during which torch records allocations
+MIN_SCANS = 2  # minimum number of scans for a record if the rank ends early
 MAX_SERIES = 3  # a later series requires twice the memory, and no earlier result
 
 
@@ -63,7 +64,7 @@ class Memory(Observer):
         self._total: int | None = None
         self._datasets: set[tuple[str, str]] = set()
         self._workers = Workers()
-        self._looks = Looks(state)
+        self._scans = Scans(state)
         self._shape: tuple[int, ...] = ()
         self._largest: tuple[int, ...] = ()
         events.before_step(1, self._read)
@@ -92,14 +93,11 @@ class Memory(Observer):
         ahead = max(1, (tracker.steps - self._first) // READINGS)
         events.before_step(tracker.steps + ahead, self._read)
         if not len(self._points) % JUDGED_EVERY:
-            self._looks.consider(self._points, self._device)
+            self._scans.consider(self._points, self._device)
             self._note_datasets()
 
     def _private(self) -> int | None:
-        """Return the private memory.
-
-        Growth within the initially reserved address space is left out.
-        """
+        """Return the private memory, without growth within the initially reserved address space."""
         found = statm()
         if found is None:
             return None
@@ -145,12 +143,12 @@ class Memory(Observer):
     def rank_ends(self) -> None:
         """Record the rest."""
         self.write()
-        self._looks.write()
+        self._scans.write()
 
     def rank_fails(self, error: BaseException) -> None:
         """Record what the rank holds if an exception reports that the GPU is out of memory."""
         self.write()
-        self._looks.write()
+        self._scans.write()
         if not torch_memory.is_out_of_memory(error) or self._device is None:
             return
         facts = torch_memory.allocator_facts(self._device)
@@ -179,10 +177,7 @@ class Memory(Observer):
 
 
 def _elements(shape: tuple[int, ...]) -> int:
-    count = 1 if shape else 0
-    for each in shape:
-        count *= each
-    return count
+    return math.prod(shape) if shape else 0
 
 
 def _shapes(data: Any) -> Iterator[tuple[int, ...]]:
@@ -193,16 +188,16 @@ def _shapes(data: Any) -> Iterator[tuple[int, ...]]:
             yield tuple(each.shape)
 
 
-# -- looks at what holds it
+# -- scans of what holds it
 
 
-class Looks:
-    """The looks of one rank at the objects that grow."""
+class Scans:
+    """The scans of one rank for the objects that grow."""
 
     def __init__(self, state: RankState) -> None:
         self._state = state
         self._series = 0
-        self._least = SUSPECT
+        self._least = MIN_SUSPECT_GROWTH
         self._sizes: dict[holders.Place, holders.Noted] | None = None
         self._grown: dict[holders.Place, Holder] = {}
         self._count = 0
@@ -211,12 +206,12 @@ class Looks:
         self._cost = 0
         self._sites: torch_memory.AllocationSites | None = None
         self._allocated: tuple[Allocated, ...] = ()
-        self._at = 0  # the step of the last look
+        self._at = 0  # the step of the last scan
         self._complete = True
         self._fresh = False  # a result is not recorded yet
 
     def consider(self, points: list[MemoryPoint], device: Any) -> None:
-        """Begin a series of looks if memory grows steadily."""
+        """Begin a series of scans if memory grows steadily."""
         if self._count or self._series >= MAX_SERIES or not self._state.budget.enabled:
             return
         host = [(each.step, each.host) for each in points]
@@ -226,7 +221,7 @@ class Looks:
         if grown:
             self._series += 1
             self._least = 2 * max(each.size for each in grown)
-            # Fast growth may fill the memory before the usual looks are done.
+            # Fast growth may fill the memory before the usual scans are done.
             self._soon = any(each.size >= each.low for each in grown)
             self._sizes, self._grown, self._cost = None, {}, 0
             self._allocated = ()
@@ -235,28 +230,28 @@ class Looks:
             self._next()
 
     def _next(self) -> None:
-        ahead = 1 if self._soon else max(LOOKS[self._count], 1)
-        events.before_step(self._state.tracker.steps + ahead, self._look)
+        ahead = 1 if self._soon else max(SCAN_INTERVALS[self._count], 1)
+        events.before_step(self._state.tracker.steps + ahead, self._scan)
 
-    def _look(self) -> None:
+    def _scan(self) -> None:
         began, budget = time.thread_time_ns(), self._state.budget
-        look = holders.Look(sys._getframe(1), self._sizes)
+        scan = holders.Scan(sys._getframe(1), self._sizes)
         if self._sizes is None:
-            self._first, self._complete = self._state.tracker.steps, look.complete
+            self._first, self._complete = self._state.tracker.steps, scan.complete
         else:
-            self._grown = holders.merged(self._grown, look)
-        self._complete = self._complete and look.complete
-        self._sizes = look.sizes
+            self._grown = holders.merged(self._grown, scan)
+        self._complete = self._complete and scan.complete
+        self._sizes = scan.sizes
         self._count += 1
-        self._look_at_sites()
+        self._scan_sites()
         cost = time.thread_time_ns() - began
         self._cost += cost
         # A suspicion has an extra allowance, so that other diagnoses keep their budget.
         budget.grant(cost)
-        self._fresh = self._count >= WRITTEN_AFTER
-        if self._count < len(LOOKS):
+        self._fresh = self._count >= MIN_SCANS
+        if self._count < len(SCAN_INTERVALS):
             self._next()
-            if self._count > WRITTEN_AFTER:
+            if self._count > MIN_SCANS:
                 self.write()
             return
         self.write()
@@ -264,23 +259,23 @@ class Looks:
         if any(map(holders.weighs, self._grown.values())):
             self._series = MAX_SERIES
 
-    def _look_at_sites(self) -> None:
-        """Find the lines with allocations since the last look that were not freed."""
+    def _scan_sites(self) -> None:
+        """Find the lines with allocations since the last scan that were not freed."""
         at, self._at = self._at, self._state.tracker.steps
         if self._sites is None:
             return
         steps = self._at - at
         found = [Allocated(*each, steps) for each in self._sites.look().most_common(MAX_SITES)]
-        # Blocks that live for a few steps appear in one look only.
+        # Blocks that live for a few steps appear in one scan only.
         lines = {each.line for each in self._allocated}
         kept = [each for each in found if not lines or each.line in lines]
         self._allocated = tuple(kept)
-        if self._count == SITES_UNTIL:
+        if self._count == MAX_SITE_SCANS:
             self._sites.end()
             self._sites = None
 
     def write(self) -> None:
-        """Record the objects that have grown in all looks so far."""
+        """Record the objects that have grown in all scans so far."""
         if not self._fresh:
             return
         self._fresh = False

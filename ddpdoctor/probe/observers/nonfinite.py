@@ -189,10 +189,7 @@ _SEARCH = "local_gradients.search"
 
 
 class _Watched:
-    """Call a function before the gradient of a parameter is accumulated.
-
-    Do not keep the parameter alive, as its autograd node would.
-    """
+    """Call a function before a parameter's gradient is accumulated. Keep only a weak reference."""
 
     def __init__(self, parameter: Any, call: Callable[[Any], None]) -> None:
         self._parameter = weakref.ref(parameter)
@@ -292,10 +289,7 @@ class LocalGradients(Observer):
 
 
 def _ask(module: weakref.ref[Any], name: str, search: bool) -> Names:
-    """Request from the devices which gradients are not finite.
-
-    Return a function that names them later.
-    """
+    """Ask the devices which gradients are not finite. Return a function that names them later."""
     found, names = None, []
     if search and _SEARCH not in shield.off:
         try:

@@ -57,15 +57,9 @@ class Operation(NamedTuple):
 def read_graph(
     loss: Any, names: dict[int, str], most: int
 ) -> tuple[list[Operation], list[Any]] | None:
-    """Return the operations that computed a loss, and the tensors whose sizes they refer to.
+    """Return at most so many operations that computed a loss, and the tensors with their sizes.
 
-    Args:
-        loss: The tensor that backward starts from.
-        names: The parameters' names by ``id``.
-        most: Maximum number of operations.
-
-    Returns:
-        None for a graph that is too large.
+    ``names`` holds the parameters' names by ``id``. Return None for a graph that is too large.
     """
     root = loss.grad_fn
     if root is None:
@@ -238,12 +232,9 @@ def _names(replicas: Sequence[Replica]) -> dict[int, str]:
 
 
 class _Search:
-    """One walk from a loss downwards.
+    """One walk from a loss down its operations and the magnitudes of their kept tensors.
 
-    Args:
-        operations: The operations that computed the loss, the last one first.
-        sizes: The magnitudes of their kept tensors.
-        nan: Search for NaN only. Infinite values may be an intended mask.
+    Infinite values may be an intended mask, so ``nan`` restricts the search to NaN.
     """
 
     def __init__(self, operations: Sequence[Operation], sizes: Sizes, nan: bool) -> None:

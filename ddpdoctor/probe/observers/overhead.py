@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from ddpdoctor.probe.runtime import events, rank
-from ddpdoctor.probe.runtime.budget import RESERVED, UNSEEN, clock
+from ddpdoctor.probe.runtime.budget import DIAGNOSES_DIVISOR, UNMEASURED_DIVISOR, clock
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.run.mapped import SUSPICION, Suspicion, SuspicionReader, UnreadableError
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from ddpdoctor.probe.runtime.budget import Budget
 
 DENSE_STEPS = 256  # first steps, which are all full, each with its own line
-LEAST_DENSE, DENSE_COST = 128, 16_000_000
+MIN_DENSE_STEPS, DENSE_COST = 128, 16_000_000
 """At least this many of them, and more until following took this many nanoseconds."""
 
-BEGINNING = 1024  # first steps, with more lines, full steps and windows than later
+EARLY_STEPS = 1024  # first steps, with more lines, full steps and windows than later
 
 # -- how closely a step is followed
 
@@ -69,10 +69,7 @@ class Clocked(Protocol):
 
 
 class Detail:
-    """Choose how closely the steps of one rank are followed.
-
-    ``hooks`` measures the rank's hooks.
-    """
+    """Choose how closely the steps of one rank are followed. ``hooks`` measures its hooks."""
 
     def __init__(self, hooks: Clocked) -> None:
         self._hooks = hooks
@@ -160,7 +157,7 @@ class Detail:
         """
         now = _now()
         if now >= self._clock_at:
-            self._clock_at = now + (CLOCKED_EVERY if number >= BEGINNING else CLOCKED_AT_FIRST)
+            self._clock_at = now + (CLOCKED_EVERY if number >= EARLY_STEPS else CLOCKED_AT_FIRST)
             self._clocks_light = not self._clocks_light
             events.before_step(self._usual(number), self.clock_next, last=True)
         self._step = _mean(self._step, total)
@@ -176,13 +173,13 @@ class Detail:
             share, written = budget.share, budget.written
         if self.dense and number < DENSE_STEPS:
             took = budget.followed if budget is not None else 0
-            if number < LEAST_DENSE or took < DENSE_COST:
+            if number < MIN_DENSE_STEPS or took < DENSE_COST:
                 return
         self.dense = False
         allowed = max(share / STEPS_SHARE - written, share / MIN_STEPS_SHARE) * self._step
-        every, most, period = 1, EARLY_FULL, EARLY_LINE if number < BEGINNING else LATE_LINE
+        every, most, period = 1, EARLY_FULL, EARLY_LINE if number < EARLY_STEPS else LATE_LINE
         # Keep this density for long steps even with a small budget.
-        if number >= BEGINNING and EARLY_FULL * self._step < LONGEST_LINE:
+        if number >= EARLY_STEPS and EARLY_FULL * self._step < LONGEST_LINE:
             most = LATE_FULL
         light = min(light, self.full)
         while every < most and light + (self.full - light) / every > allowed:
@@ -214,7 +211,7 @@ sixteenth."""
 
 RECHECKS = 4  # number of checks between two followed windows for whether to follow more
 CLOCKED_WINDOWS = 4  # interval of followed windows with a measured step
-LEFT_OUT = 64
+UNFOLLOWED_EVERY = 64
 """If all windows are followed, the interval of unfollowed ones that measure the difference."""
 
 
@@ -255,23 +252,25 @@ class Pacing(Observer):
         budget, detail, before = self.state.budget, self._detail, self._detail.pacing
         cost = WINDOW * detail.surplus
         if before:
-            budget.follow(int(cost), granted=number <= BEGINNING)
+            budget.follow(int(cost), granted=number <= EARLY_STEPS)
         if last is None:
             return
         # The budget of a window, after the hooks of all steps and the reserve.
         elapsed = (now - last[0]) * WINDOW / max(number - last[1], 1)
         share = budget.share * elapsed
-        reserved = budget.share / RESERVED + budget.share / UNSEEN + budget.written
+        reserved = (
+            budget.share / DIAGNOSES_DIVISOR + budget.share / UNMEASURED_DIVISOR + budget.written
+        )
         left = (budget.share - reserved) * elapsed - WINDOW * detail.taken
         may_cost = min(share / GRADIENTS_SHARE, max(left, share / MIN_GRADIENTS_SHARE))
         rarity, most = 1, 1
         if number >= DENSE_STEPS or not detail.dense:
-            most = LATE_WINDOW if number >= BEGINNING else EARLY_WINDOW
+            most = LATE_WINDOW if number >= EARLY_STEPS else EARLY_WINDOW
         while rarity < most and (cost > rarity * may_cost or not budget.enabled):
             rarity *= 2
         self._rarity = rarity
         window = number // WINDOW
-        left_out = rarity == 1 and detail.sparse and not (window + 1) % LEFT_OUT
+        left_out = rarity == 1 and detail.sparse and not (window + 1) % UNFOLLOWED_EVERY
         awake = detail.pacing = not window % rarity and not left_out
         if before is not awake:
             for each in self._paced:
@@ -286,7 +285,7 @@ class Pacing(Observer):
 
 DENSE_SAMPLES = 64  # first steps with a fingerprint each, and fingerprints per doubling
 MAX_SUSPICIONS = 2  # paid suspicions: the first may not know which tensors to write
-GRANT = 50_000_000  # nanoseconds per suspicion, unless two rich fingerprints cost more
+MIN_GRANT = 50_000_000  # nanoseconds per suspicion, unless two rich fingerprints cost more
 MAX_GRANTED = 1_000_000_000  # nanoseconds that a suspicion may cost at most
 LONGEST_INTERVAL = 1 << 20
 
@@ -358,7 +357,7 @@ class Suspected:
             self._count += 1
             self._suspicion = news
             budget = self._state.budget
-            needed = max(GRANT, 2 * cost) - budget.left()
+            needed = max(MIN_GRANT, 2 * cost) - budget.left()
             budget.grant(max(0, min(needed, MAX_GRANTED)))
         suspicion = self._suspicion
         if suspicion is None or step < suspicion.step:

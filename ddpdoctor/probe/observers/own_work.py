@@ -14,7 +14,7 @@ from ddpdoctor.probe.runtime.sites import CHAIN, sites_of
 from ddpdoctor.run.records.process import OwnWorkRecord
 from ddpdoctor.run.status import Phase
 
-FIRST_LOOK = 2_000_000_000  # nanoseconds in one phase after which its line is recorded first
+MIN_PHASE_NS = 2_000_000_000  # nanoseconds in one phase after which its line is recorded first
 MAX_RECORDS = 64
 _OUTSIDE = (int(Phase.STARTING), int(Phase.OTHER))
 
@@ -25,7 +25,7 @@ class OwnWork:
     def __init__(self, state: RankState) -> None:
         self._state = state
         self._since = 0
-        self._due = FIRST_LOOK
+        self._due = MIN_PHASE_NS
 
     def look(self) -> None:
         """Record the line if it is due. The writing thread calls this once a second."""
@@ -34,7 +34,7 @@ class OwnWork:
             return
         now, since = time.time_ns(), tracker.last_change
         if since != self._since:
-            self._since, self._due = since, FIRST_LOOK
+            self._since, self._due = since, MIN_PHASE_NS
         if now - since < self._due:
             return
         self._due = 2 * (now - since)

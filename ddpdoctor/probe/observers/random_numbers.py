@@ -23,7 +23,7 @@ from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.run.records.base import encode
 from ddpdoctor.run.records.training import GeneratorState, RandomRecord
 
-FIRST, LAST = 3, 8  # first forwards, at which generators are read
+FIRST_FORWARD, LAST_FORWARD = 3, 8  # first forwards, at which generators are read
 WORKER_BATCHES = 3  # number of a worker's first batches
 MAX_WORKERS = 2  # maximum number of workers of a loader that write
 MAX_RANKS = 8  # maximum number of ranks whose workers write
@@ -68,23 +68,23 @@ class RandomNumbers(Observer):
 
     def batch_fetched(self, iterator: Any, data: Any) -> None:
         """Read the states after the data set's draws."""
-        if self._forwards >= FIRST:
+        if self._forwards >= FIRST_FORWARD:
             self._read("batch")
 
     def forward_begins(self, ddp: Any, armed: bool) -> None:
         """Read them before the first draws of the model."""
         self._forwards += 1
-        if self._forwards == FIRST:
+        if self._forwards == FIRST_FORWARD:
             self._drops = any("drop" in type(each).__name__.lower() for each in ddp.modules())
-        if self._forwards >= FIRST:
+        if self._forwards >= FIRST_FORWARD:
             self._read("forward")
 
     def backward_begins(self) -> None:
         """Read them after the last draws of the loss."""
-        if self._forwards < FIRST:
+        if self._forwards < FIRST_FORWARD:
             return
         self._read("backward")
-        if self._forwards >= LAST:
+        if self._forwards >= LAST_FORWARD:
             self._end()
 
     def rank_ends(self) -> None:
@@ -94,7 +94,7 @@ class RandomNumbers(Observer):
 
     def _read(self, place: str) -> None:
         budget = self.state.budget
-        if budget.left() <= 0 or len(self._states) > 9 * (LAST - FIRST + 1):
+        if budget.left() <= 0 or len(self._states) > 9 * (LAST_FORWARD - FIRST_FORWARD + 1):
             # A missing state would look like more draws.
             self._states.clear()
             self._rest()

@@ -42,10 +42,7 @@ def hashable(tensor: Any) -> bool:
 
 
 def hash_of(tensor: Any) -> Any:
-    """Return the hash of a tensor's bits, a 0-dimensional int64 tensor on its device.
-
-    Call it with gradients off.
-    """
+    """Return the hash of a tensor's bits, an int64 scalar on its device. Needs gradients off."""
     torch: Any = sys.modules["torch"]
     tensor = tensor.detach()
     if tensor.is_complex():
@@ -208,12 +205,7 @@ class Readback:
 
 
 class Elements:
-    """Some elements of one tensor, evenly spaced. Made with gradients off.
-
-    Args:
-        tensor: A `hashable` tensor.
-        most: Maximum number of elements.
-    """
+    """At most so many evenly spaced elements of a `hashable` tensor. Made with gradients off."""
 
     def __init__(self, tensor: Any, most: int = MAX_ELEMENTS) -> None:
         torch: Any = sys.modules["torch"]
@@ -230,10 +222,7 @@ class Elements:
         self.read = Readback.of(some.to(torch.float32 if short else torch.float64))
 
     def packed(self) -> PackedTensor:
-        """Return the tensor's number of elements, and the read elements.
-
-        Call it once they are ready.
-        """
+        """Return the number of elements and the read ones. Call it once they are ready."""
         numbers = self.read.numbers()
         data = struct.pack(f"<{len(numbers)}{self.format}", *numbers)
         return PackedTensor(self.count, self.format, base64.b64encode(data).decode())

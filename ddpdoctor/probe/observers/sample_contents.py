@@ -23,8 +23,8 @@ from ddpdoctor.run.records import training as records
 # -- the size of a batch, and hashes of a few elements of a few of its samples
 
 MAX_LEAVES = 3  # maximum number of hashed tensors or lists of strings of a batch
-WIDE = 16  # hashed elements spread over a sample
-NARROW = 8  # hashed elements at a sample's beginning, which padding does not change
+SPREAD_ELEMENTS = 16  # hashed elements spread over a sample
+FIRST_ELEMENTS = 8  # hashed elements at a sample's beginning, which padding does not change
 _BATCH_DEPTH = 3
 _PLAIN_TYPES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
@@ -76,12 +76,9 @@ def leaves(data: Any, depth: int = 2) -> list[Any]:
 
 
 def sample_hashes(data: Any, places: list[int], size: int | None) -> Hashes | None:
-    """Return a function that hashes the samples at ``places``, or None if there are none.
+    """Return a function that hashes a batch's samples at ``places``, or None if there are none.
 
-    Args:
-        data: The batch.
-        places: Positions in the batch.
-        size: The number of samples. None if the batch is a single sample.
+    ``size`` is the number of samples. It is None if the batch is a single sample.
     """
     copies = [
         copy
@@ -121,9 +118,9 @@ def _row_hashes(leaf: Any, places: list[int], size: int | None) -> Callable[[], 
     else:
         flat = leaf.detach().view(size, -1)
     with torch.no_grad():
-        stride = max(1, flat.shape[1] // WIDE)
-        begin = flat[:, :NARROW][places].clone()
-        spread = flat[:, ::stride][:, :WIDE][places].clone()
+        stride = max(1, flat.shape[1] // SPREAD_ELEMENTS)
+        begin = flat[:, :FIRST_ELEMENTS][places].clone()
+        spread = flat[:, ::stride][:, :SPREAD_ELEMENTS][places].clone()
     return lambda: [_hash_rows(begin), _hash_rows(spread)]
 
 
@@ -187,8 +184,8 @@ def sketch_rows(data: Any) -> Rows | None:
         width = flat.shape[1]
         # Tokens are padded at the end, up to the longest sample of the batch.
         words = leaf.dtype in (torch.int64, torch.int32)
-        stride = 1 if words else max(1, width // WIDE)
-        copy = flat[:, : stride * WIDE : stride].clone()
+        stride = 1 if words else max(1, width // SPREAD_ELEMENTS)
+        copy = flat[:, : stride * SPREAD_ELEMENTS : stride].clone()
 
     def hashes() -> list[int]:
         numbers = copy.view(getattr(torch, _PLAIN_TYPES[copy.element_size()])).to(torch.int64)
@@ -264,7 +261,11 @@ class _Walk:
             if is_subset(dataset):
                 if self.subset is None:
                     self.subset = dataset
-                return self._chosen(dataset, depth)
+                indices = dataset.indices
+                self._pay(len(indices))
+                inner = self.numbers(dataset.dataset, depth - 1)
+                plain = indices.tolist() if hasattr(indices, "tolist") else indices
+                return [inner[index] for index in plain]
             parts = _attribute(dataset, "datasets")
             if isinstance(parts, (list, tuple)) and _attribute(dataset, "cumulative_sizes"):
                 # torch's ConcatDataset
@@ -281,13 +282,6 @@ class _Walk:
             self._spaces[id(dataset)] = space
             self.length = space.stop
         return space
-
-    def _chosen(self, subset: Any, depth: int) -> list[int]:
-        indices = subset.indices
-        self._pay(len(indices))
-        inner = self.numbers(subset.dataset, depth - 1)
-        plain = indices.tolist() if hasattr(indices, "tolist") else indices
-        return [inner[index] for index in plain]
 
     def _pay(self, indices: int) -> None:
         self._left -= indices * INDEX_COST

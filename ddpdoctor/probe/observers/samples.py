@@ -279,17 +279,17 @@ MAX_PASSES = 32  # maximum number of followed passes of all loaders
 MAX_BATCHES = 24  # maximum number of hashed batches of a pass over an iterable-style data set
 MAX_ROWS = 8  # maximum number of hashed samples of such a batch
 CHUNK_BATCHES = 32  # maximum number of batches of indices that wait for the writing thread
-AHEAD_PASSES = 2  # first evaluations of a loader, followed regardless of the budget
+UNBUDGETED_PASSES = 2  # first evaluations of a loader, followed regardless of the budget
 SKETCHED_PASSES = 2  # first passes over a loader, whose samples are all sketched
 IDLE_FORWARDS = 16  # number of forwards without a batch after which we stop following forwards
-CONTENT, NEXT_PASS = 8_000_000, 3_000_000
+CONTENT_RESERVE_NS, NEXT_PASS_RESERVE_NS = 8_000_000, 3_000_000
 """Nanoseconds of the budget that the first pass reserves for the content of its later samples, and
 that these reserve for the next pass."""
 
 CONTENT_COST = 6_000  # nanoseconds to search the indices of a batch for these
 
-SECOND_PASS = 10_000_000  # nanoseconds that the second pass over a stream may exceed the budget
-SKETCH_AHEAD = 10_000_000  # nanoseconds that sketches may use before an eighth of the budget
+MAX_EXCESS_NS = 10_000_000  # nanoseconds that the second pass over a stream may exceed the budget
+SKETCH_CREDIT_NS = 10_000_000  # nanoseconds that sketches may use before an eighth of the budget
 
 
 class Samples(Observer):
@@ -328,7 +328,7 @@ class Samples(Observer):
             recorder.add(drawn.digested())
         budget.spend(clock() - began, samples=True)
         first = drawn.record.number == 0
-        if budget.left(samples=True) < (CONTENT if first else 0) and not drawn.ahead:
+        if budget.left(samples=True) < (CONTENT_RESERVE_NS if first else 0) and not drawn.ahead:
             # Keep the records of the pass, and stop following it.
             drawn.over = True
             recorder.add(drawn.as_it_is("unfollowed"))
@@ -342,7 +342,7 @@ class Samples(Observer):
         if drawn.batches % CHUNK_BATCHES == 0:
             budget = self.state.budget
             budget.spend(CHUNK_BATCHES * CONTENT_COST, samples=True)
-            if budget.left(samples=True) < NEXT_PASS:
+            if budget.left(samples=True) < NEXT_PASS_RESERVE_NS:
                 self._give_up(drawn, iterator)
 
     def _give_up(self, drawn: Pass, iterator: Any = None) -> None:
@@ -372,7 +372,7 @@ class Samples(Observer):
         too_many = self._followed >= MAX_PASSES or len(self._passes) > MAX_PASSES
         ahead = self._evaluates(number)
         # The second pass over a stream shows whether its order changes.
-        least = -SECOND_PASS if iterable and number == 1 else 0
+        least = -MAX_EXCESS_NS if iterable and number == 1 else 0
         if not often or too_many or (left <= least and not ahead):
             loaders.use_sampler(torch_private.samplers_of(iterator))
             return None
@@ -407,7 +407,7 @@ class Samples(Observer):
         takes a few microseconds per batch.
         """
         later = self.state.tracker.armed > 0 and self.state.budget.enabled
-        return later and number < AHEAD_PASSES and not sys.modules["torch"].is_grad_enabled()
+        return later and number < UNBUDGETED_PASSES and not sys.modules["torch"].is_grad_enabled()
 
     def batch_fetched(self, iterator: Any, data: Any) -> None:
         """Hash some samples of a fetched batch."""
@@ -462,7 +462,7 @@ class Samples(Observer):
     def _sketch(self, drawn: Pass, data: Any) -> None:
         """Hash all samples of a batch."""
         budget = self.state.budget
-        if self._sketched > SKETCH_AHEAD + budget.earned() // 8:
+        if self._sketched > SKETCH_CREDIT_NS + budget.earned() // 8:
             return
         began = clock()
         rows = sample_contents.sketch_rows(data)

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 from ddpdoctor.core.user_code import user_file
@@ -32,12 +32,12 @@ from ddpdoctor.run.records.base import CodeFrame
 from ddpdoctor.run.records.training import ProfileRecord, SampledStack
 
 SAMPLES = 48  # of a profile
-QUICKEST, SLOWEST = 0.03, 1.0  # limits of the mean time between samples, in seconds
-SPAN = 6  # steps that a profile should span
-ATTEMPTS = 3  # maximum number of series until a step ends during one
-PAUSE = 60.0  # seconds that sampling waits for the end of a step, such as between two epochs
+MIN_INTERVAL, MAX_INTERVAL = 0.03, 1.0  # limits of the mean time between samples, in seconds
+SPANNED_STEPS = 6  # steps that a profile should span
+MAX_ATTEMPTS = 3  # maximum number of series until a step ends during one
+STEP_TIMEOUT = 60.0  # seconds that sampling waits for the end of a step, such as between two epochs
 MAX_FRAMES = 32  # maximum number of the user's innermost frames in a sample
-DEEPEST = 400  # maximum number of frames walked
+MAX_WALKED_FRAMES = 400  # maximum number of frames walked
 MAX_CHILDREN = 64  # maximum number of child processes measured
 _GOLDEN = 0.6180339887498949
 
@@ -49,12 +49,7 @@ _Sample = tuple[tuple[_Line, ...], CodeType, str, int]
 
 
 class Sampler:
-    """Take one profile of the training thread.
-
-    Args:
-        state: The rank.
-        number: The number of the supervisor's request.
-    """
+    """Take one profile of the training thread, in response to the supervisor's request."""
 
     def __init__(self, state: RankState, number: int) -> None:
         self._state = state
@@ -76,17 +71,17 @@ class Sampler:
 
     def run(self) -> None:
         """Take and record the samples in a separate thread."""
-        interval = SPAN * self._state.tracker.last_total / 1e9 / SAMPLES
-        interval = min(max(interval, QUICKEST), SLOWEST)
+        interval = SPANNED_STEPS * self._state.tracker.last_total / 1e9 / SAMPLES
+        interval = min(max(interval, MIN_INTERVAL), MAX_INTERVAL)
         status = -1
         with contextlib.suppress(OSError):
             status = os.open(f"{self._task}/stat", os.O_RDONLY | os.O_CLOEXEC)
         gc.callbacks.append(self._collects)
         try:
-            for _ in range(ATTEMPTS):
+            for _ in range(MAX_ATTEMPTS):
                 # Wait for the end of a step, since samples of a pause do not explain the steps.
                 tracker = self._state.tracker
-                steps, until = tracker.steps, time.monotonic() + PAUSE
+                steps, until = tracker.steps, time.monotonic() + STEP_TIMEOUT
                 while tracker.steps == steps and time.monotonic() < until:
                     if self._stop.wait(interval):
                         break
@@ -127,18 +122,9 @@ class Sampler:
             return True
         innermost = frame.f_code
         phase = self._state.tracker.phase
-        lines = self._lines(frame)
-        # A reference to the frame would keep tensors alive.
-        del frame
-        # Reading the file releases the GIL, so a thread that waits only for the GIL appears to run.
-        self._samples.append((lines, innermost, _letter(status), phase))
-        self._cost += clock() - began
-        return False
-
-    def _lines(self, frame: FrameType | None) -> tuple[_Line, ...]:
         found: list[_Line] = []
         known = self._known
-        for _ in range(DEEPEST):
+        for _ in range(MAX_WALKED_FRAMES):
             if frame is None or len(found) >= MAX_FRAMES:
                 break
             code = frame.f_code
@@ -148,10 +134,13 @@ class Sampler:
             if mine[1]:
                 found.append((code, frame.f_lineno or 0))
             frame = frame.f_back
-        return tuple(found)
-
-    def _files(self) -> set[str]:
-        return {code.co_filename for sample in self._samples for code, _ in sample[0]}
+        lines = tuple(found)
+        # A reference to the frame would keep tensors alive.
+        del frame
+        # Reading the file releases the GIL, so a thread that waits only for the GIL appears to run.
+        self._samples.append((lines, innermost, _letter(status), phase))
+        self._cost += clock() - began
+        return False
 
     def _on_collection(self, phase: str, info: dict[str, int]) -> None:
         if threading.get_ident() != self._thread:
@@ -197,7 +186,10 @@ class Sampler:
         affinity: tuple[int, ...] = ()
         with contextlib.suppress(OSError, AttributeError):
             affinity = tuple(sorted(os.sched_getaffinity(self._state.tracker.native)))
-        paths = {each: os.path.abspath(each) for each in self._files()}
+        paths = {
+            each: os.path.abspath(each)
+            for each in {code.co_filename for sample in self._samples for code, _ in sample[0]}
+        }
         stacks: Counter[tuple[tuple[CodeFrame, ...], tuple[str, str], str, int]] = Counter()
         for lines, innermost, letter, phase in self._samples:
             frames = tuple(

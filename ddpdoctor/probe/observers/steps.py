@@ -268,10 +268,7 @@ class StepTracker(Phases):
             self.outside()
 
     def fetch(self, iterator: int, first: bool) -> None:
-        """Begin to fetch a batch from the iterator with this id.
-
-        ``first``: it is the first of a pass.
-        """
+        """Begin to fetch a batch, perhaps the first of a pass, from the iterator with this id."""
         self._fresh = False
         if not self.begun:
             known = iterator in self.trained
@@ -357,10 +354,7 @@ class StepTracker(Phases):
             events.ring(number)
 
     def _end_line(self, number: int, whole: bool = True) -> None:
-        """Begin a new line of the journal with a step.
-
-        ``whole``: all time since the last line belongs to steps.
-        """
+        """Begin a new journal line. If ``whole``, all time since the last line belongs to steps."""
         step, now = self.step, self.began
         step.times = self.take(kept=not whole)
         step.measured = self._cut_device()

@@ -9,7 +9,7 @@
  */
 
 #include "hot_parts/base.h"
-#include "hot_parts/moments.h"
+#include "hot_parts/events.h"
 #include "hot_parts/frames.h"
 #include "hot_parts/phases.h"
 #include "hot_parts/phases_type.h"

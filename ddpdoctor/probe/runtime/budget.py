@@ -21,16 +21,16 @@ from collections.abc import Iterator
 
 from ddpdoctor.run.names import BUDGET
 
-DEFAULT = 0.5
-AHEAD = 8_000_000_000
+DEFAULT_PERCENT = 0.5
+CREDIT_NS = 8_000_000_000
 """Nanoseconds of training whose budget may be spent in advance: 40 ms with the default budget."""
 
-MIN_AHEAD = 40_000_000  # minimum nanoseconds that may be spent in advance
-KEPT = 20_000_000  # nanoseconds of these that are reserved for samples
+MIN_CREDIT_NS = 40_000_000  # minimum nanoseconds that may be spent in advance
+SAMPLES_RESERVE_NS = 20_000_000  # nanoseconds of these that are reserved for samples
 SETTLED_EVERY = 1_000_000_000  # nanoseconds after which the budget earned by diagnoses is fixed
-LOADING = 200_000_000  # nanoseconds that loading the kernels of a diagnosis may take once
-RESERVED = 5  # divisor: this part is for diagnoses
-UNSEEN = 4
+MAX_LOADING_NS = 200_000_000  # nanoseconds that loading the kernels of a diagnosis may take once
+DIAGNOSES_DIVISOR = 5  # divisor: this part is for diagnoses
+UNMEASURED_DIVISOR = 4
 """Divisor: this part is reserved for costs that cannot be measured here, such as evicted caches: a
 step after a fingerprint takes 0.1 ms more. The reported costs include them."""
 
@@ -47,8 +47,8 @@ class Budget:
     def __init__(self, percent: float) -> None:
         self._share = percent / 100
         self._start = _now()
-        self._credit = max(int(self._share * AHEAD), MIN_AHEAD) if self._share else 0
-        self._kept = min(KEPT, self._credit)
+        self._credit = max(int(self._share * CREDIT_NS), MIN_CREDIT_NS) if self._share else 0
+        self._kept = min(SAMPLES_RESERVE_NS, self._credit)
         self.spent = 0  # by diagnoses
         self._behind = 0
         self.followed = 0  # known cost of following the steps
@@ -95,7 +95,7 @@ class Budget:
         The cost beyond the usual one is counted but does not reduce the budget.
         """
         self.spend(nanoseconds)
-        self.grant(min(max(nanoseconds - usual, 0), LOADING))
+        self.grant(min(max(nanoseconds - usual, 0), MAX_LOADING_NS))
 
     @contextlib.contextmanager
     def spending(self, samples: bool = False) -> Iterator[None]:
@@ -124,7 +124,7 @@ class Budget:
 
     def _earned(self, now: int) -> int:
         allowed = int(self._share * (now - self._settled_at))
-        unseen, reserved = allowed // UNSEEN, allowed // RESERVED
+        unseen, reserved = allowed // UNMEASURED_DIVISOR, allowed // DIAGNOSES_DIVISOR
         return self._settled + max(allowed - unseen - self._charged, reserved)
 
     def grant(self, nanoseconds: int) -> None:
@@ -137,7 +137,8 @@ class Budget:
         Both costs include estimates of unmeasured costs.
         """
         spent, followed = (
-            each * UNSEEN // (UNSEEN - 1) for each in (self.spent + self._behind, self.followed)
+            each * UNMEASURED_DIVISOR // (UNMEASURED_DIVISOR - 1)
+            for each in (self.spent + self._behind, self.followed)
         )
         return spent, followed, _now() - self._start
 
@@ -147,4 +148,4 @@ def from_environment() -> Budget:
     try:
         return Budget(float(os.environ[BUDGET]))
     except (KeyError, ValueError):
-        return Budget(DEFAULT)
+        return Budget(DEFAULT_PERCENT)

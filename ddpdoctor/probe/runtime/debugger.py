@@ -261,10 +261,7 @@ def _join(hello: Message) -> None:
 
 
 def _debug(message: Message) -> Message:
-    """Start or wake debugpy, and connect it to the supervisor.
-
-    The response may contain an error.
-    """
+    """Start or wake debugpy, and connect it to the supervisor. The response may be an error."""
     error = debugpy_private.serve_safely(str(message["key"]))
     return {"compiled": torch_private.has_compiled()} if error is None else {"error": error}
 

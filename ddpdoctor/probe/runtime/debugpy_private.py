@@ -80,7 +80,24 @@ def serve(connection: socket.socket) -> None:
     try:
         if _arrivals is None:
             _jobs_trace = threading.gettrace()
-            _arrivals = _start()
+            arrivals = _Arrivals()
+            load()
+            with _environment(_VALIDATION, "1"):
+                import debugpy
+
+                # Otherwise DataLoader workers are debugged, whatever the client says
+                # (debugpy#1168).
+                debugpy.configure(subProcess=False)
+                with _accepting_from(arrivals):
+                    # A separate adapter process would hold the rank's stdout open.
+                    debugpy.listen(_NOWHERE, in_process_debug_adapter=True)
+            for improve in (_count_as_library, _describe_tensors):
+                with contextlib.suppress(Exception):
+                    improve()
+            register = getattr(threading, "_register_atexit", None)
+            if register is not None:
+                register(_let_go)
+            _arrivals = arrivals
         else:
             import pydevd
             import pydevd_tracing
@@ -119,26 +136,6 @@ def load() -> None:
     # Otherwise it warns of Python's frozen modules on the job's stderr.
     with _environment(_VALIDATION, "1"):
         import debugpy.server  # noqa: F401 (puts pydevd on sys.path)
-
-
-def _start() -> _Arrivals:
-    arrivals = _Arrivals()
-    load()
-    with _environment(_VALIDATION, "1"):
-        import debugpy
-
-        # Otherwise DataLoader workers are debugged, whatever the client says (debugpy#1168).
-        debugpy.configure(subProcess=False)
-        with _accepting_from(arrivals):
-            # A separate adapter process would hold the rank's stdout open.
-            debugpy.listen(_NOWHERE, in_process_debug_adapter=True)
-    for improve in (_count_as_library, _describe_tensors):
-        with contextlib.suppress(Exception):
-            improve()
-    register = getattr(threading, "_register_atexit", None)
-    if register is not None:
-        register(_let_go)
-    return arrivals
 
 
 def _count_as_library() -> None:

@@ -189,11 +189,8 @@ class CudaClock:
     ``torch.cuda.Event.record`` enqueues a marker and returns. ``query`` does not wait. Neither
     synchronizes. All of it happens in the training thread, and nothing while a CUDA graph is being
     captured: a marker would become part of the graph, and a query would break the capture. Light
-    steps have no markers except the one at their end (`Phases.light`).
-
-    Args:
-        cuda: ``torch.cuda``.
-        device: The device that DDP's module is on, which need not be the current one.
+    steps have no markers except the one at their end (`Phases.light`). The device is that of DDP's
+    module, which need not be the current one.
     """
 
     def __init__(self, cuda: Any, device: Any) -> None:
@@ -387,10 +384,7 @@ class Phases:
         return _thread() == self._thread
 
     def here(self) -> bool:
-        """Make the calling thread the training thread.
-
-        Return whether another thread was it before.
-        """
+        """Make the calling thread the training thread. Return whether another one was it before."""
         if _thread() == self._thread:
             return False
         self._thread = _thread()

@@ -34,13 +34,7 @@ class RankState:
         self._known: set[object] = set()
 
     def add(self, record: Record, most: int, once: object = None) -> bool:
-        """Queue a record, unless there were too many of its kind. Return whether it was queued.
-
-        Args:
-            record: The record.
-            most: How many of its kind are written, the first ones.
-            once: Its subject, for which only one record is written.
-        """
+        """Queue a record. Return False after ``most`` of its kind, or another on one subject."""
         if not self.may_add(type(record), most, once):
             return False
         self.recorder.add(record)

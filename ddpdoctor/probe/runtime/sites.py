@@ -79,14 +79,11 @@ _Known = tuple[tuple[tuple[CodeType, int], ...], bool, tuple[Site, ...]]
 
 
 class Chain:
-    """The user lines that lead to one hook, kept as long as all frames are the same.
+    """At most so many user lines that lead to one hook, kept as long as all frames are the same.
 
     Hooks use the class of `ddpdoctor.probe.runtime.hot`, which may be compiled. A loop calls a hook
     through the same functions, from the same instructions, step after step. Each frame is compared,
     since another function of the user's may have called.
-
-    Args:
-        most: How many lines to keep.
     """
 
     __slots__ = ("_known", "_most")

@@ -144,7 +144,9 @@ def _serve(declared: _Declared) -> None:
     requests.register(reading, select.POLLIN)
     try:
         while requests.poll()[0][1] == select.POLLIN and declared.is_whole():
-            with_variables = _unread(reading) > 1
+            found = array.array("i", [0])
+            fcntl.ioctl(reading, termios.FIONREAD, found)
+            with_variables = found[0] > 1
             with contextlib.suppress(OSError):
                 # The disk may be full.
                 os.write(declared.file, json_line(_answer(with_variables=with_variables)))
@@ -165,13 +167,6 @@ def _declare_again(declared: _Declared) -> None:
     os.unlink(declared.path)
     _declared = None
     declare()
-
-
-def _unread(reading: int) -> int:
-    """Return the number of bytes in a pipe."""
-    found = array.array("i", [0])
-    fcntl.ioctl(reading, termios.FIONREAD, found)
-    return found[0]
 
 
 def _answer(*, with_variables: bool = False) -> JsonObject:
@@ -230,15 +225,12 @@ def _variables(top: FrameType) -> list[tuple[int, str, str]]:
             rows = [
                 (number, name, values.summary(value))
                 for name, value in dict(frame.f_locals).items()
-                if not name.startswith("__") and not _is_definition(value)
+                if not name.startswith("__")
+                and not isinstance(value, (type, ModuleType, FunctionType, BuiltinFunctionType))
             ]
             found += rows[:_MAX_VARIABLES]
         frame = frame.f_back
     return found
-
-
-def _is_definition(value: object) -> bool:
-    return isinstance(value, (type, ModuleType, FunctionType, BuiltinFunctionType))
 
 
 def forget() -> None:

@@ -88,14 +88,6 @@ def timeout_setter(backend_class: type[Any]) -> str:
     return "set_timeout" if newer and hasattr(backend_class, "set_timeout") else ""
 
 
-def keeps_timeout(backend: Any) -> bool:
-    """Return whether a backend keeps the timeout it was made with: gloo without ``set_timeout``.
-
-    That is so in 2.4 and 2.8. In 2.13 each collective takes the new timeout.
-    """
-    return type(backend).__name__ == "ProcessGroupGloo" and not hasattr(backend, "set_timeout")
-
-
 def group_ranks(ddp: Any) -> list[int]:
     """Return the global ranks that share a DDP module."""
     distributed: Any = sys.modules["torch"].distributed
@@ -215,7 +207,7 @@ def kept_timeout() -> float | None:
     found = [
         timeout.total_seconds()
         for backend in (backends(c10d) if c10d is not None else ())
-        if keeps_timeout(backend)
+        if (type(backend).__name__ == "ProcessGroupGloo" and not hasattr(backend, "set_timeout"))
         and (timeout := timeout_of(backend)) is not None
         and timeout < LIFTED_TIMEOUT
     ]

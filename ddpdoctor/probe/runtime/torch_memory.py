@@ -43,10 +43,7 @@ def is_plain(kind: type) -> bool:
 
 
 def storage_bytes(value: Any) -> int | None:
-    """Return the bytes of a plain tensor's storage.
-
-    None for other objects and without a storage.
-    """
+    """Return the bytes of a plain tensor's storage. None for other objects or without storage."""
     if not is_plain(type(value)):
         return None
     try:
@@ -179,13 +176,10 @@ def with_snapshot(facts: AllocatorFacts, found: Any) -> AllocatorFacts:
 
 
 class AllocationSites:
-    """Find the lines whose allocations are not freed, by torch's memory history (2.1 to 2.15).
+    """Find lines whose GPU allocations are not freed, by torch's memory history (2.1 to 2.15).
 
     While torch records, it stores the Python stack of each allocation, which takes 10 to 20 us.
     Nothing is known if the job records allocations itself, or if torch cannot.
-
-    Args:
-        device: The GPU.
     """
 
     def __init__(self, device: Any) -> None:

@@ -112,10 +112,7 @@ def sample(ddp: Any, every: int) -> None:
 
 
 def logging_ints(ddp: Any) -> dict[str, int] | None:
-    """Return the numbers of DDP's logger, times in nanoseconds. None without it.
-
-    ``Logger._get_ddp_logging_data`` (2.4 to 2.15).
-    """
+    """Return the numbers of DDP's logger: ``_get_ddp_logging_data`` (2.4 to 2.15), or None."""
     getter = getattr(getattr(ddp, "logger", None), "_get_ddp_logging_data", None)
     return None if getter is None else getter().ints_map
 
@@ -486,10 +483,7 @@ def has_compiled() -> bool:
 
 
 def loader_iterator_classes(dataloader: Any) -> list[Any]:
-    """Return the classes that have a ``_next_data`` (2.4 to 2.15).
-
-    Without them data waits count as ``other``.
-    """
+    """Return the classes with ``_next_data`` (2.4 to 2.15). Without, waits count as ``other``."""
     names = ("_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter")
     classes = [getattr(dataloader, name, None) for name in names]
     return [each for each in classes if "_next_data" in vars(each or object)]

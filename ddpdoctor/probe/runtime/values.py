@@ -33,9 +33,7 @@ _SPEAKING = {
 def summary(value: Any, depth: int = 2) -> str:
     """Return a line about a value, of `MAX_TEXT` characters at most.
 
-    Args:
-        value: The value.
-        depth: Levels of nested collections whose elements are part of the line.
+    Elements of collections nested ``depth`` levels deep are part of the line.
     """
     try:
         text = _text(value, depth)
@@ -140,7 +138,18 @@ def _figures(tensor: Any) -> str:
 def children(value: Any) -> list[tuple[str, Any]]:
     """Return the parts of a value by name, `MAX_CHILDREN` at most. No property is read."""
     if is_tensor(value):
-        return tensor_parts(value)
+        names = ("shape", "dtype", "device", "requires_grad", "grad_fn")
+        found = [(name, getattr(value, name)) for name in names]
+        if value.is_leaf:
+            found.append(("grad", value.grad))
+        torch = sys.modules["torch"]
+        if value.dim() and value.layout is torch.strided:
+            with torch.no_grad():
+                rows = min(len(value), _MAX_ROWS)
+                # debugpy sorts by name.
+                digits = len(str(rows - 1))
+                found += [(f"[{row:0{digits}}]", value.detach()[row]) for row in range(rows)]
+        return found
     kind = type(value)
     if kind in _MAPPINGS:
         items = list(value.items())[:MAX_CHILDREN]
@@ -152,19 +161,3 @@ def children(value: Any) -> list[tuple[str, Any]]:
     except AttributeError:
         return []
     return children(attributes) if type(attributes) is dict and kind is not type else []
-
-
-def tensor_parts(value: Any) -> list[tuple[str, Any]]:
-    """Return what is worth knowing of a tensor, and its first rows."""
-    names = ("shape", "dtype", "device", "requires_grad", "grad_fn")
-    found = [(name, getattr(value, name)) for name in names]
-    if value.is_leaf:
-        found.append(("grad", value.grad))
-    torch = sys.modules["torch"]
-    if value.dim() and value.layout is torch.strided:
-        with torch.no_grad():
-            rows = min(len(value), _MAX_ROWS)
-            # debugpy sorts by name.
-            digits = len(str(rows - 1))
-            found += [(f"[{row:0{digits}}]", value.detach()[row]) for row in range(rows)]
-    return found

@@ -110,23 +110,17 @@ static int Around_init(Around *self, PyObject *args, PyObject *kwargs)
     return 0;
 }
 
+#define AROUND_REFERENCES(DO) DO(original) DO(hook) DO(begin) DO(end) DO(names)
+
 static int Around_traverse(Around *self, visitproc visit, void *arg)
 {
-    Py_VISIT(self->original);
-    Py_VISIT(self->hook);
-    Py_VISIT(self->begin);
-    Py_VISIT(self->end);
-    Py_VISIT(self->names);
+    AROUND_REFERENCES(VISIT)
     return 0;
 }
 
 static int Around_clear(Around *self)
 {
-    Py_CLEAR(self->original);
-    Py_CLEAR(self->hook);
-    Py_CLEAR(self->begin);
-    Py_CLEAR(self->end);
-    Py_CLEAR(self->names);
+    AROUND_REFERENCES(CLEAR)
     return 0;
 }
 
@@ -161,16 +155,12 @@ static PyGetSetDef Around_getset[] = {
 };
 
 static PyTypeObject AroundType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "ddpdoctor.probe.runtime._hot.Around",
-    .tp_basicsize = sizeof(Around),
+    TYPE(Around),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL |
                 Py_TPFLAGS_METHOD_DESCRIPTOR,
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)Around_init,
-    .tp_dealloc = (destructor)Around_dealloc,
-    .tp_traverse = (traverseproc)Around_traverse,
-    .tp_clear = (inquiry)Around_clear,
+    COLLECTED(Around),
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(Around, vectorcall),
     .tp_dictoffset = offsetof(Around, names),

@@ -27,6 +27,17 @@ enum { MAX_NESTED = 250, BACKWARDS = 64, MAX_FRAMES = 48 };
 /* Raise it with each change that hot.py depends on. */
 #define CONTRACT 5
 
+/* What all types declare alike, and what those declare that the garbage collector follows. */
+#define TYPE(type)                                                                                  \
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "ddpdoctor.probe.runtime._hot." #type,                 \
+    .tp_basicsize = sizeof(type), .tp_dealloc = (destructor)type##_dealloc
+#define COLLECTED(type)                                                                             \
+    .tp_traverse = (traverseproc)type##_traverse, .tp_clear = (inquiry)type##_clear
+
+/* Applied to the list of a type's references. */
+#define VISIT(reference) Py_VISIT(self->reference);
+#define CLEAR(reference) Py_CLEAR(self->reference);
+
 /* Names of other modules of the probe; see bind(). */
 static PyObject *rank_names, *event_names, *off_hooks, *fault_of, *grad_enabled, *walk, *memos;
 static PyObject *compiler_names;

@@ -46,12 +46,9 @@ static PyMemberDef Calls_members[] = {
 };
 
 static PyTypeObject CallsType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "ddpdoctor.probe.runtime._hot.Calls",
-    .tp_basicsize = sizeof(Calls),
+    TYPE(Calls),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE,
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)Calls_init,
-    .tp_dealloc = (destructor)Calls_dealloc,
     .tp_members = Calls_members,
 };

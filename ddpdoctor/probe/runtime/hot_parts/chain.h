@@ -112,12 +112,9 @@ static PyMethodDef Chain_methods[] = {
 };
 
 static PyTypeObject ChainType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "ddpdoctor.probe.runtime._hot.Chain",
-    .tp_basicsize = sizeof(Chain),
+    TYPE(Chain),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)Chain_init,
-    .tp_dealloc = (destructor)Chain_dealloc,
     .tp_methods = Chain_methods,
 };

@@ -160,14 +160,10 @@ static PyMethodDef Collective_methods[] = {
 };
 
 static PyTypeObject CollectiveType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "ddpdoctor.probe.runtime._hot.Collective",
-    .tp_basicsize = sizeof(Collective),
+    TYPE(Collective),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)Collective_init,
-    .tp_dealloc = (destructor)Collective_dealloc,
-    .tp_traverse = (traverseproc)Collective_traverse,
-    .tp_clear = (inquiry)Collective_clear,
+    COLLECTED(Collective),
     .tp_methods = Collective_methods,
 };

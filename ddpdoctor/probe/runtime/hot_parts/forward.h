@@ -98,11 +98,8 @@ static PyMethodDef Forward_methods[] = {
 };
 
 static PyTypeObject ForwardType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "ddpdoctor.probe.runtime._hot.Forward",
-    .tp_basicsize = sizeof(Forward),
+    TYPE(Forward),
     .tp_flags = Py_TPFLAGS_DEFAULT,
     .tp_vectorcall = Forward_make,
-    .tp_dealloc = (destructor)Forward_dealloc,
     .tp_methods = Forward_methods,
 };

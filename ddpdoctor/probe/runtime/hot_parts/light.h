@@ -39,9 +39,9 @@ static int begun_at(Phases *rank, int phase, Chain *lines, PyObject **site)
 }
 
 /* Call the subscribers of an event. Return -1 for an exception of the job's own. */
-static int call_subscribers(int moment, PyObject *hook, PyObject *first, PyObject *second)
+static int call_subscribers(int event, PyObject *hook, PyObject *first, PyObject *second)
 {
-    PyObject *each = subscribers(moment);
+    PyObject *each = subscribers(event);
     if (each == NULL)
         return 0;
     Py_INCREF(each);

@@ -47,18 +47,13 @@ static void show(Phases *self, int64_t now)
     store(self, LIVE_AT + 16, self->armed);
 }
 
+#define PHASES_REFERENCES(DO)                                                                       \
+    DO(page) DO(site) DO(device) DO(collective) DO(failed) DO(optimizer_code) DO(passes)            \
+    DO(iterators) DO(trained) DO(calls)
+
 static int Phases_traverse(Phases *self, visitproc visit, void *arg)
 {
-    Py_VISIT(self->page);
-    Py_VISIT(self->site);
-    Py_VISIT(self->device);
-    Py_VISIT(self->collective);
-    Py_VISIT(self->failed);
-    Py_VISIT(self->optimizer_code);
-    Py_VISIT(self->passes);
-    Py_VISIT(self->iterators);
-    Py_VISIT(self->trained);
-    Py_VISIT(self->calls);
+    PHASES_REFERENCES(VISIT)
     for (int i = 0; i < BACKWARDS; i++)
         Py_VISIT(self->backwards[i].site);
     for (int i = 0; i < PHASES; i++)
@@ -68,16 +63,7 @@ static int Phases_traverse(Phases *self, visitproc visit, void *arg)
 
 static int Phases_clear(Phases *self)
 {
-    Py_CLEAR(self->page);
-    Py_CLEAR(self->site);
-    Py_CLEAR(self->device);
-    Py_CLEAR(self->collective);
-    Py_CLEAR(self->failed);
-    Py_CLEAR(self->optimizer_code);
-    Py_CLEAR(self->passes);
-    Py_CLEAR(self->iterators);
-    Py_CLEAR(self->trained);
-    Py_CLEAR(self->calls);
+    PHASES_REFERENCES(CLEAR)
     for (int i = 0; i < BACKWARDS; i++)
         Py_CLEAR(self->backwards[i].site);
     for (int i = 0; i < PHASES; i++) {

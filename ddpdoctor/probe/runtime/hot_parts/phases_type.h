@@ -255,15 +255,11 @@ static PyGetSetDef Phases_getset[] = {
 };
 
 static PyTypeObject PhasesType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "ddpdoctor.probe.runtime._hot.Phases",
-    .tp_basicsize = sizeof(Phases),
+    TYPE(Phases),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_BASETYPE | Py_TPFLAGS_HAVE_GC,
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)Phases_init,
-    .tp_dealloc = (destructor)Phases_dealloc,
-    .tp_traverse = (traverseproc)Phases_traverse,
-    .tp_clear = (inquiry)Phases_clear,
+    COLLECTED(Phases),
     .tp_methods = Phases_methods,
     .tp_members = Phases_members,
     .tp_getset = Phases_getset,

@@ -53,15 +53,11 @@ static void Shielded_dealloc(Shielded *self)
 }
 
 static PyTypeObject ShieldedType = {
-    PyVarObject_HEAD_INIT(NULL, 0)
-    .tp_name = "ddpdoctor.probe.runtime._hot.Shielded",
-    .tp_basicsize = sizeof(Shielded),
+    TYPE(Shielded),
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_new = PyType_GenericNew,
     .tp_init = (initproc)Shielded_init,
-    .tp_dealloc = (destructor)Shielded_dealloc,
-    .tp_traverse = (traverseproc)Shielded_traverse,
-    .tp_clear = (inquiry)Shielded_clear,
+    COLLECTED(Shielded),
     .tp_call = PyVectorcall_Call,
     .tp_vectorcall_offset = offsetof(Shielded, vectorcall),
 };

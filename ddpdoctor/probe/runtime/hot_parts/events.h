@@ -11,10 +11,10 @@
 
 enum {
     FORWARD_BEGINS, BACKWARD_BEGINS, BACKWARD_ENDED, STEP_BEGINS, STEP_ENDED, BATCH_FETCHED,
-    BATCH_EVALUATED, LOOP_TURNS, MOMENTS
+    BATCH_EVALUATED, LOOP_TURNS, EVENTS
 };
 
-static PyObject **const moment_names[MOMENTS] = {
+static PyObject **const names_of_events[EVENTS] = {
     &s_forward_begins, &s_backward_begins, &s_backward_ended, &s_step_begins, &s_step_ended,
     &s_batch_fetched, &s_batch_evaluated, &s_loop_turns,
 };
@@ -31,9 +31,9 @@ static int has_changed(PyObject *names, uint64_t *seen)
     return 1;
 }
 
-static PyObject *look_up_subscribers(int moment)
+static PyObject *look_up_subscribers(int event)
 {
-    PyObject *found = PyDict_GetItemWithError(event_names, *moment_names[moment]);
+    PyObject *found = PyDict_GetItemWithError(event_names, *names_of_events[event]);
     return found && PyTuple_CheckExact(found) && PyTuple_GET_SIZE(found) ? found : NULL;
 }
 
@@ -43,7 +43,7 @@ static long long look_up_due(void)
     return due != NULL && PyLong_Check(due) ? PyLong_AsLongLong(due) : INT64_MAX;
 }
 
-static PyObject *subscribed[MOMENTS];
+static PyObject *subscribed[EVENTS];
 static long long due_at;
 
 static void read_events(void)
@@ -51,20 +51,20 @@ static void read_events(void)
     static uint64_t seen;
     if (!has_changed(event_names, &seen))
         return;
-    for (int i = 0; i < MOMENTS; i++)
+    for (int i = 0; i < EVENTS; i++)
         subscribed[i] = look_up_subscribers(i);
     due_at = look_up_due();
 }
 
 /* The subscribers of an event: a borrowed tuple, or NULL. */
-static PyObject *subscribers(int moment)
+static PyObject *subscribers(int event)
 {
     if (event_names == NULL)
         return NULL;
     if (!HAS_VERSIONS)
-        return look_up_subscribers(moment);
+        return look_up_subscribers(event);
     read_events();
-    return subscribed[moment];
+    return subscribed[event];
 }
 
 /* The number of the step before which an alarm is due. */

@@ -1,0 +1,16 @@
+"""What may differ between the nodes of a job, by the rules and by `ddpdoctor check`."""
+
+from __future__ import annotations
+
+CLOCK_WARN_S = 1.0
+CLOCK_FAIL_S = 10.0
+
+OF_EACH_NODE = (
+    "_IFNAME", "_IB_HCA", "_IB_GID_INDEX", "_DEBUG", "_DEBUG_FILE", "_TOPO_FILE", "_HOSTID",
+)  # fmt: skip
+"""Suffixes of variables that may differ: they name devices and files."""
+
+
+def minor(version: str) -> str:
+    """Return a version without what follows its second number."""
+    return ".".join(version.split(".")[:2])
