@@ -17,6 +17,7 @@ COMMANDS = {
     "stacks": "Show where the ranks of a live run are in the code, merged into one tree.",
     "vscode": "Write VS Code's launch.json and tasks.json for a job.",
     "report": "Show a finished run (text, HTML, trace), or diagnose a plain log.",
+    "compare": "Compare two runs: speed, memory, what changed; a gate for CI.",
     "runs": "List your runs: status, age, size, verdict; remove old ones.",
     "explain": "Explain a finding by its code or name.",
     "completion": "Print the script by which a shell completes commands and options.",
