@@ -17,6 +17,7 @@ from ddpdoctor.core.options import (
     CODES,
     DIRECTORY,
     FILE,
+    LOG_TO,
     NOTIFY,
     OUTPUT,
     Given,
@@ -75,6 +76,7 @@ Options:
   --slurm JOBID     Read what Slurm says of a job, and the job's logs.
   --notify URL|CMD  With --log or --slurm: send errors to a webhook or a shell
                     command, as `run --notify` does; may be repeated.
+  --log-to TARGET   Send the run to an experiment tracker, as `run --log-to` does.
   --flight          Read files of torch's Flight Recorder in place of one.
   --redact          With --log and --slurm: leave out host and user names, addresses and
                     tokens, so that the result can be posted. Read it once more.
@@ -101,6 +103,7 @@ or file, or it cannot be read.
         "--output": OUTPUT,
         "--slurm": text("the number of a job"),
         "--notify": NOTIFY,
+        "--log-to": LOG_TO,
         "--select": CODES,
         "--ignore": CODES,
         "--wait": seconds(),
@@ -154,7 +157,7 @@ def _check(given: Given) -> None:
             )
     if "--watch" in given and ("--log" not in given or "--slurm" in given):
         raise DoctorError("--watch is for logs", "ddpdoctor report --log --watch DIR...")
-    for option in ("--html", "--trace"):
+    for option in ("--html", "--trace", "--log-to"):
         if option in given and (of_logs or "--flight" in given):
             raise DoctorError(f"{option} needs a run directory", "`ddpdoctor run` writes one")
         if option in given and len(given.rest) > 1:
@@ -194,6 +197,10 @@ def _report_run(given: Given) -> list[Finding]:
     found = Selection.given(given).of(every)
     faults.failed(failed)
     files = _write_files(given, run, found, live, remark, faults)
+    if "--log-to" in given:
+        from ddpdoctor.trackers.follow import send_finished
+
+        send_finished(path, given.get("--log-to"), complain)
     if print_for_tools(given, found, job_script(run), lambda each: json_lines.head_of(each, run)):
         # Standard output is for the tool that reads it.
         for file in files:
