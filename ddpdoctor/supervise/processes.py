@@ -185,7 +185,7 @@ importlib.import_module(sys.argv.pop(1)).main(sys.argv[1:])
 
 
 def own_program(module: str, *words: str) -> list[str]:
-    """Return the command that runs ``main`` of one of our modules in a process of its own.
+    """Return the command that runs ``main`` of one of our modules in a separate process.
 
     ``python -m`` would put the working directory, with the job's modules, first in the path.
     """

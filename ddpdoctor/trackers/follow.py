@@ -1,4 +1,4 @@
-"""Follow a run and send it to trackers. ``ddpdoctor run`` starts this in a process of its own."""
+"""Follow a run and send it to trackers. ``ddpdoctor run`` starts this in a separate process."""
 
 from __future__ import annotations
 

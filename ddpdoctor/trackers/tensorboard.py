@@ -18,7 +18,7 @@ class Client:
     """Writes event files.
 
     Args:
-        place: A directory. Each run has a directory of its own in it [default: ``runs``].
+        place: A directory. Each run has its own directory in it [default: ``runs``].
         run: The run.
     """
 

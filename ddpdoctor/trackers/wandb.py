@@ -1,4 +1,4 @@
-"""Weights & Biases: a run of its own, beside the one that the job may log itself."""
+"""Weights & Biases: a run beside the one that the job may log itself."""
 
 from __future__ import annotations
 
