@@ -13,6 +13,7 @@ COMMANDS = {
     "replay": "Compute a kept step of a rank again, in one process.",
     "debug": "Debug the ranks of a live run at a prompt, all at once.",
     "eval": "Evaluate an expression in the ranks of a live run, without stopping them.",
+    "profile": "Profile the same steps of the ranks of a live run, in one trace.",
     "attach": "Show where a debugger attaches to the ranks of live runs.",
     "stacks": "Show where the ranks of a live run are in the code, merged into one tree.",
     "vscode": "Write VS Code's launch.json and tasks.json for a job.",
