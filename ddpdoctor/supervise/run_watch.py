@@ -37,6 +37,7 @@ from ddpdoctor.supervise.job_signals import JobSignals, Passthrough
 from ddpdoctor.supervise.keepers import Keepers
 from ddpdoctor.supervise.notify import Notifications
 from ddpdoctor.supervise.rank_processes import RankWatch, Unwatched, bare_option, why_unwatched
+from ddpdoctor.supervise.scheduler import Scheduler
 from ddpdoctor.supervise.tracking import Tracking
 
 if TYPE_CHECKING:
@@ -172,6 +173,7 @@ class RunWatch:
         self._lock: rundir.Lock | None = None
         self.notifications = Notifications(command, reporter.say)
         self._tracking: Tracking | None = None
+        self.scheduler = Scheduler()
         self._requests: tuple[Asking, Asking, SuspicionWriter] | None = None
         self._hangs: HangWatch | None = None
         self._stragglers: Stragglers | None = None
@@ -256,6 +258,8 @@ class RunWatch:
             self._guarded(_DEBUGGER, self._debugging.announce, self._directory)
         if self._directory is not None:
             self._begin(self._directory)
+        if restarts := self.scheduler.restarts:
+            self._reporter.note(restarts)
         if self._debugging is not None:
             self._guarded(_DEBUGGER, self._debugging.start, self._signals.wake)
         if self._hangs is not None:
@@ -519,7 +523,8 @@ class RunWatch:
             self._guarded(_HANGS, self._hangs.end, run, status)
         if self.nodes is not None:
             self._guarded(_NODES, self.nodes.end, status, hangs=self.killed)
-        self.write(JobRecord(time=time.time_ns(), status=status))
+        why = self._guarded("the scheduler", self.scheduler.why) or ""
+        self.write(JobRecord(time=time.time_ns(), status=status, why=why))
         if (run := self._read()) is not None:
             self._examine(run)
         return run
