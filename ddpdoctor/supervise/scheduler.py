@@ -31,7 +31,7 @@ class Scheduler:
         return f"Slurm has started job {self._job} again (restart {int(count)})"
 
     def ask(self) -> None:
-        """Begin to ask why the job was just told to end. Slurm may forget it soon."""
+        """Begin to ask why the job is asked to end. Slurm may forget it soon."""
         self._is_asked = True
         if self._thread is None and self._job:
             self._thread = threading.Thread(target=self._ask, name="ddpdoctor-slurm", daemon=True)

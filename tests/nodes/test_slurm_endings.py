@@ -40,7 +40,7 @@ while True:
 BATCH = """\
 #!/bin/bash
 #SBATCH --output={log} --open-mode=append --ntasks=1 --cpus-per-task=2 --requeue
-exec {python} -m ddpdoctor run --no-debug --no-vscode --nproc-per-node 2 -- {job}
+exec {python} -m ddpdoctor run --debug-port 0 --no-vscode --nproc-per-node 2 -- {job}
 """
 
 
@@ -106,6 +106,11 @@ def test_a_preempted_job_says_so_and_starts_again(submitted: Submitted) -> None:
 
 def test_a_requeued_job(submitted: Submitted) -> None:
     submitted.submit()
+    # Where nodes admit no ssh, commands reach the ranks by the job's own allocation.
+    within = ["srun", "--overlap", "--jobid", submitted.number, "--nodelist", "node0"]
+    doctor = [sys.executable, "-m", "ddpdoctor"]
+    assert "train.py" in submitted.made.tool(*within, *doctor, "stacks")
+    assert submitted.made.tool(*within, *doctor, "eval", "6 * 7") == "ranks 0-1: 42\n"
     submitted.made.tool("scontrol", "requeue", submitted.number)
     log = submitted.wait_for("its end", SUMMARY)
     assert f"Slurm requeued job {submitted.number}" in log
