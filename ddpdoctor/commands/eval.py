@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import sys
-import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from ddpdoctor.core.formatting import grouped, grouped_lines, json_text
 from ddpdoctor.core.options import RANKS, Parser, seconds
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from ddpdoctor.run.snapshot import Run
 
 PARSER = Parser(
     "eval",
@@ -50,25 +42,25 @@ LEADS = 0.5, 3.0
 """Seconds until the chosen step ends, so that all ranks have been asked by then. The second one
 counts if the first was too short."""
 
-MAX_APART = 1  # Steps between ranks that train in lockstep
-
 
 def main(words: Sequence[str]) -> int:
     """Evaluate the expression and print its values."""
     given = PARSER.read(words)
     if not 1 <= len(given.rest) <= 2:
         raise PARSER.wrong("an expression is needed, in quotes, and a run at most")
-    from ddpdoctor.debug import attach_points
+    from ddpdoctor.debug import at_step, attach_points
+    from ddpdoctor.debug.clients import EVALUATE
 
     expression = given.rest[0]
     run = attach_points.debugged_run(given.rest[1] if len(given.rest) == 2 else None)
     ranks = attach_points.chosen_ranks(run, given.get("--ranks"))
     for lead in LEADS:
-        answers = _evaluate(run, ranks, expression, given.get("--within", 10.0), lead)
+        within = given.get("--within", 10.0)
+        answers = at_step.ask(run, ranks, EVALUATE, lead, expression=expression, seconds=within)
         steps = {each["step"] for each in answers.values() if "step" in each}
         if len(steps) <= 1 or any("trouble" in each for each in answers.values()):
             break
-    texts = {rank: each.get("value") or _trouble(each) for rank, each in answers.items()}
+    texts = {rank: each.get("value") or at_step.trouble(each) for rank, each in answers.items()}
     if "--json" in given:
         document = {
             "format": 1,
@@ -79,7 +71,9 @@ def main(words: Sequence[str]) -> int:
                     "rank": rank,
                     "step": each.get("step"),
                     "value": each.get("value"),
-                    "error": None if "value" in each else each.get("error") or _trouble(each),
+                    "error": None
+                    if "value" in each
+                    else each.get("error") or at_step.trouble(each),
                 }
                 for rank, each in answers.items()
             ],
@@ -93,46 +87,3 @@ def main(words: Sequence[str]) -> int:
             text = f"the ranks are not at one step: steps {min(steps)} to {max(steps)}"
             print(f"ddpdoctor: {text}", file=sys.stderr)
     return 0 if all("value" in each for each in answers.values()) else 1
-
-
-def _trouble(answer: dict[str, Any]) -> str:
-    return f"*** {answer.get('error') or answer.get('trouble') or 'no value'}"
-
-
-def _evaluate(
-    run: Run, ranks: Collection[int], expression: str, within: float, lead: float
-) -> dict[int, dict[str, Any]]:
-    """Return what each rank answers."""
-    from ddpdoctor.debug.clients import EVALUATE
-    from ddpdoctor.debug.sessions import Session, connect, for_each
-    from ddpdoctor.run.reader import glance
-
-    found: dict[int, dict[str, Any]] = {}
-    sessions: dict[int, Session] = {}
-
-    def reach(rank: int) -> None:
-        sessions[rank] = Session(rank, connect(run, rank), threading.Condition())
-
-    def ask(rank: int) -> None:
-        found[rank] = sessions[rank].ask(EVALUATE, expression=expression, step=step, seconds=within)
-
-    troubles = for_each(ranks, reach)
-    # Only now, since the ranks go on while others are connected to.
-    step = _step(glance(run.path), ranks, lead)
-    troubles |= for_each(sessions, ask)
-    for session in sessions.values():
-        session.close()
-    return {rank: found.get(rank, {"trouble": text}) for rank, text in troubles.items()}
-
-
-def _step(run: Run, ranks: Collection[int], lead: float) -> int:
-    """Return the number of the step after which all ranks evaluate, so that values compare.
-
-    Returns 0, for each rank's next step, if the ranks do not train in lockstep.
-    """
-    pages = [each.status for each in run.last if each.rank in ranks and each.status is not None]
-    steps = [each.step for each in pages]
-    if not steps or max(steps) - min(steps) > MAX_APART:
-        return 0
-    shortest = min(each.last_total for each in pages) / 1e9
-    return max(steps) + (min(math.ceil(lead / shortest), 10_000) if shortest > 0 else 1)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ddpdoctor.core import formatting
 from ddpdoctor.core.errors import DoctorError, Faults
 from ddpdoctor.core.finding import RULES, Finding, Severity, examine
-from ddpdoctor.core.formatting import json_text, named, shown
+from ddpdoctor.core.formatting import named, shown
 from ddpdoctor.core.opening import as_copy
 from ddpdoctor.core.options import (
     CODES,
     DIRECTORY,
     FILE,
+    LOG_TO,
     NOTIFY,
     OUTPUT,
     Given,
@@ -26,115 +26,12 @@ from ddpdoctor.core.options import (
     seconds,
     text,
 )
-from ddpdoctor.diagnose.speed.compare import Change, Comparison
 from ddpdoctor.render import console, json_lines, reporter, terminal
-from ddpdoctor.render.json_lines import FORMAT
 from ddpdoctor.render.reporter import job_script, line_format
 from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.reported import kept_traceback, with_kept
 from ddpdoctor.run.snapshot import Run
-
-# -- print two runs side by side, as text and as JSON
-
-
-MAX_RANKS = 8  # Ranks with a line of their own
-_MIN_CHANGE = 0.01  # Changes below this share of a step do not count
-
-
-def comparison_lines(found: Comparison) -> Iterator[str]:
-    """Yield the comparison as text, the verdict first."""
-    yield _comparison_verdict(found)
-    yield ""
-    yield f"  {'a step, median':<16}{'before':>10}{'after':>10}   change"
-    for each in (*found.phases, found.total):
-        yield f"  {each.name:<16}{_time(each.before):>10}{_time(each.after):>10}   {_change(each)}"
-    if found.unsplit:
-        yield "  The wait for others is part of backward in one of the runs: compare their sum."
-    if found.ranks:
-        yield ""
-        yield "own time of ranks"
-        for each in found.ranks[:MAX_RANKS]:
-            where = found.slowest_phase[each.name]
-            times = f"{_time(each.before):>10}{_time(each.after):>10}"
-            yield f"  {'rank ' + each.name:<16}{times}   {_change(each)}, most of it in {where}"
-        more = [int(each.name) for each in found.ranks[MAX_RANKS:]]
-        if more:
-            yield f"  and {named(more)}"
-    yield ""
-    yield "changed" if found.facts or found.script else "command, versions and code are the same"
-    for fact in found.facts:
-        yield f"  {fact.name}"
-        yield f"    before: {fact.before or '-'}"
-        yield f"    after:  {fact.after or '-'}"
-    for line in found.script:
-        yield f"  {line}"
-
-
-def comparison_json(found: Comparison) -> Iterator[str]:
-    """Yield the comparison as one JSON object. Times are seconds, of ``ranks`` their own time."""
-    yield json_text(
-        {
-            "format": FORMAT,
-            "before": found.names[0],
-            "after": found.names[1],
-            "step": _seconds(found.total),
-            "phases": {each.name: _seconds(each) for each in found.phases},
-            "ranks": {
-                each.name: {**_seconds(each), "phase": found.slowest_phase[each.name]}
-                for each in found.ranks
-            },
-            "changed": {each.name: [each.before, each.after] for each in found.facts},
-            "script": list(found.script),
-        }
-    )
-
-
-def _comparison_verdict(found: Comparison) -> str:
-    before, after = found.names
-    total = found.total
-    if total.before is None or total.after is None:
-        missing = " and ".join(
-            name for name, value in zip(found.names, (total.before, total.after), strict=True)
-            if value is None
-        )  # fmt: skip
-        return f"{before} and {after} cannot be compared by speed: {missing} closed no step"
-    if abs(total.difference) < _MIN_CHANGE * total.before:
-        return f"{after} is as fast as {before}: {_time(total.after)} a step"
-    sign = 1 if total.difference > 0 else -1
-    text = f"{after} is {'slower' if sign > 0 else 'faster'} than {before}: {_change(total)} a step"
-    # A rank's own time is the cause of a longer wait, if it explains it.
-    *own, wait = found.phases
-    most = max(own, key=lambda each: sign * each.difference)
-    rank = max(found.ranks, key=lambda each: sign * each.difference, default=None)
-    half = abs(total.difference) / 2
-    if rank and sign * rank.difference >= max(half, 2 * sign * most.difference):
-        return f"{text}, on rank {rank.name}, in {found.slowest_phase[rank.name]}"
-    if sign * most.difference < half <= sign * wait.difference:
-        what = "waiting for the other ranks" if len(found.ranks) > 1 else "the all-reduce"
-        return f"{text}, most of it in {what}"
-    return f"{text}, most of it in {most.name}"
-
-
-def _change(each: Change) -> str:
-    """Return the change, as in ``+41.0 ms (+18 %)``."""
-    if each.before is None or each.after is None:
-        return "-"
-    sign = "+" if each.difference >= 0 else "-"
-    share = f" ({sign}{abs(each.difference) / each.before:.0%})" if each.before > 0 else ""
-    return f"{sign}{_time(abs(each.difference))}{share}"
-
-
-def _time(nanoseconds: float | None) -> str:
-    return formatting.MISSING if nanoseconds is None else formatting.time(nanoseconds / 1e9)
-
-
-def _seconds(each: Change) -> dict[str, float | None]:
-    return {
-        "before": None if each.before is None else each.before / 1e9,
-        "after": None if each.after is None else each.after / 1e9,
-    }
-
 
 # -- ``ddpdoctor report``: show the findings of a finished run, or of a job's log
 
@@ -179,6 +76,7 @@ Options:
   --slurm JOBID     Read what Slurm says of a job, and the job's logs.
   --notify URL|CMD  With --log or --slurm: send errors to a webhook or a shell
                     command, as `run --notify` does; may be repeated.
+  --log-to TARGET   Send the run to an experiment tracker, as `run --log-to` does.
   --flight          Read files of torch's Flight Recorder in place of one.
   --redact          With --log and --slurm: leave out host and user names, addresses and
                     tokens, so that the result can be posted. Read it once more.
@@ -205,6 +103,7 @@ or file, or it cannot be read.
         "--output": OUTPUT,
         "--slurm": text("the number of a job"),
         "--notify": NOTIFY,
+        "--log-to": LOG_TO,
         "--select": CODES,
         "--ignore": CODES,
         "--wait": seconds(),
@@ -231,7 +130,9 @@ def main(words: Sequence[str]) -> int:
         elif "--flight" in given:
             found = _report_flight(given)
         elif len(given.rest) == 2:
-            return _compare(given)
+            from ddpdoctor.commands import compare
+
+            return compare.report(given.rest, json="--json" in given)
         else:
             found = _report_run(given)
     except DoctorError as error:
@@ -256,7 +157,7 @@ def _check(given: Given) -> None:
             )
     if "--watch" in given and ("--log" not in given or "--slurm" in given):
         raise DoctorError("--watch is for logs", "ddpdoctor report --log --watch DIR...")
-    for option in ("--html", "--trace"):
+    for option in ("--html", "--trace", "--log-to"):
         if option in given and (of_logs or "--flight" in given):
             raise DoctorError(f"{option} needs a run directory", "`ddpdoctor run` writes one")
         if option in given and len(given.rest) > 1:
@@ -272,14 +173,14 @@ def _report_run(given: Given) -> list[Finding]:
             "report takes one run, or two to compare",
             "for plain logs: ddpdoctor report --log FILE...",
         )
-    path, remark = _chosen(given.rest[0] if given.rest else None, given.get("--workspace"))
-    foreign = _is_foreign(path)
+    path, remark = chosen(given.rest[0] if given.rest else None, given.get("--workspace"))
+    foreign = is_foreign(path)
     import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 
     deadline = time.monotonic() + given.get("--wait", 0.0)
     while rundir.is_live(path) and time.monotonic() < deadline:
         time.sleep(0.1)
-    run = _snapshot(path)
+    run = snapshot(path)
     live = rundir.is_live(path)
     if not live and run.exit_status is None:
         if not foreign:
@@ -296,6 +197,10 @@ def _report_run(given: Given) -> list[Finding]:
     found = Selection.given(given).of(every)
     faults.failed(failed)
     files = _write_files(given, run, found, live, remark, faults)
+    if "--log-to" in given:
+        from ddpdoctor.trackers.follow import send_finished
+
+        send_finished(path, given.get("--log-to"), complain)
     if print_for_tools(given, found, job_script(run), lambda each: json_lines.head_of(each, run)):
         # Standard output is for the tool that reads it.
         for file in files:
@@ -322,7 +227,12 @@ def _report_run(given: Given) -> list[Finding]:
     return found
 
 
-def _snapshot(path: Path) -> Run:
+def snapshot(path: Path) -> Run:
+    """Read a run directory.
+
+    Raises:
+        DoctorError: It cannot be read.
+    """
     try:
         return RunReader(path, lenient=True).snapshot()
     except OSError as error:
@@ -371,20 +281,7 @@ def _write(name: str, faults: Faults, part: str, write: Callable[[str], int]) ->
     return f"wrote {name}, {size / 1e6:.1f} MB"
 
 
-def _compare(given: Given) -> int:
-    """Compare two runs. Returns 0, because a difference is not a finding."""
-    from ddpdoctor.diagnose.speed.compare import compare
-
-    paths = [_chosen(name)[0] for name in given.rest]
-    for path in paths:
-        _is_foreign(path)
-    before, after = map(_snapshot, paths)
-    found = compare(before, after)
-    print_lines(comparison_json(found) if "--json" in given else comparison_lines(found))
-    return 0
-
-
-def _chosen(name: str | None, folder: str | None = None) -> tuple[Path, str]:
+def chosen(name: str | None, folder: str | None = None) -> tuple[Path, str]:
     """Return the directory to report on, and a remark about it."""
     if name is None or (name == rundir.LATEST and folder is not None):
         try:
@@ -433,7 +330,7 @@ def _is_there(path: Path) -> bool:
     return True
 
 
-def _is_foreign(path: Path) -> bool:
+def is_foreign(path: Path) -> bool:
     """Print a remark if it is a run of another user. Returns whether it is."""
     if remark := as_copy(path):
         complain(remark)

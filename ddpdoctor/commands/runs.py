@@ -34,7 +34,7 @@ Options:
   --json            Each run as a line of JSON.
   -h, --help        Show this text.
 
-`ddpdoctor report RUN` shows a run's findings, `ddpdoctor report RUN RUN` what
+`ddpdoctor report RUN` shows a run's findings, `ddpdoctor compare RUN RUN` what
 differs between two. `ddpdoctor run` itself keeps the newest 20.
 
 Exit status: 0; 2 if the runs cannot be listed or removed.

@@ -25,6 +25,7 @@ class OwnOptions:
     output: str = "text"
     selection: Selection = ALL
     notify: tuple[str, ...] = ()  # URLs of webhooks, and commands
+    log_to: tuple[str, ...] = ()  # Experiment trackers, with a directory, project or URL
     journal_mb: int = 64
     overhead_budget: float = 0.5
     no_nodes: bool = False

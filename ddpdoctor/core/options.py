@@ -602,6 +602,12 @@ DIRECTORY = text("a directory")
 FILE = text("a file name")
 NOTIFY = text("a URL (http:// or https://), or a command")._replace(repeated=True)
 OUTPUT = one_of("text", "problems", "github")
+TRACKERS = ("tensorboard", "wandb", "mlflow", "otlp")
+LOG_TO = Value(
+    lambda word: _checked(word.partition(":")[0] in TRACKERS, word),
+    f"{', '.join(TRACKERS)}, with :DIR, :PROJECT or :URL if you like",
+    repeated=True,
+)
 
 
 # -- Selection of findings by ``--select`` and ``--ignore``

@@ -157,8 +157,11 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, An
 _MAX_FIRST_MESSAGE = 1 << 20
 CHUNK_SIZE = 1 << 16
 
-EVALUATE = "ddpdoctor/evaluate"  # The one request of a connection of `ddpdoctor eval`
-MAX_EVALUATE = 3600.0  # Maximum seconds that an expression waits for a step
+EVALUATE, PROFILE = "ddpdoctor/evaluate", "ddpdoctor/profile"
+AT_STEP = {EVALUATE: "evaluate_at_step", PROFILE: "profile_steps"}
+"""The one request of a connection of `ddpdoctor eval` or `profile`, and what the rank is asked."""
+_PASSED_ON = ("step", "expression", "steps", "folder", "memory")
+MAX_WAIT = 3600.0  # Seconds that it waits for its steps at most
 
 
 class RefusedError(Exception):
@@ -273,8 +276,8 @@ class Clients:
         data, requests = await asyncio.wait_for(first_message(reader), FIRST_MESSAGE_TIMEOUT)
         if not requests:
             return
-        if requests[0].get("command") == EVALUATE:
-            await self._evaluate(slot, requests[0], writer)
+        if (action := AT_STEP.get(str(requests[0].get("command")))) is not None:
+            await self._at_step(slot, action, requests[0], writer)
             return
         text, limit = SESSION_OVER, CLOSE_TIMEOUT
         tap.at_gate = not self._ranks.gate_open
@@ -310,22 +313,22 @@ class Clients:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(refuse(text, requests, reader, writer), limit)
 
-    async def _evaluate(
-        self, slot: Slot, request: dap.Message, writer: asyncio.StreamWriter
+    async def _at_step(
+        self, slot: Slot, action: str, request: dap.Message, writer: asyncio.StreamWriter
     ) -> None:
-        """Answer with the value of an expression at the end of a step. No session is needed."""
+        """Answer with what a rank has at the end of a step. No session is needed."""
         wanted = request.get("arguments") or {}
-        seconds = min(float(wanted["seconds"]), MAX_EVALUATE)
+        seconds = min(float(wanted["seconds"]), MAX_WAIT)
         found: Message
         try:
             if slot.link is None:
                 raise SilentError("has not started, or has ended")
             found = await slot.link.ask(
-                "evaluate_at_step",
+                action,
                 seconds + ANSWER_TIMEOUT,
-                expression=str(wanted["expression"]),
-                step=integer(wanted, "step"),
                 seconds=seconds,
+                rank=slot.rank,
+                **{name: wanted[name] for name in _PASSED_ON if name in wanted},
             )
         except SilentError as error:
             found = {"trouble": str(error)}

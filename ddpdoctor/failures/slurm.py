@@ -6,6 +6,7 @@ accounting.
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
@@ -61,12 +62,51 @@ def job(number: str) -> SlurmJob:
     return SlurmJob("".join(f"{_line(each)}\n" for each in facts), [*logs], missing)
 
 
+def why_stopped(number: str, timeout: float) -> str:
+    """Return why Slurm asks a job's processes to end, in words. Empty if it does not say.
+
+    Args:
+        number: The job.
+        timeout: Seconds for Slurm's controller to answer.
+    """
+    facts = next(iter(_of_scontrol(number, timeout)), {})
+    state, reason = facts.get("JobState", ""), facts.get("Reason", "")
+    if facts.get("PreemptTime", "None") != "None" or "PREEMPTED" in state:
+        again = ", and starts it again" if facts.get("Requeue") == "1" else ""
+        return f"Slurm preempted job {number}: another job takes its place{again}"
+    if "TIMEOUT" in state or _reached(facts):
+        return f"Slurm ended job {number} at its time limit of {facts.get('TimeLimit')}"
+    if "NODE_FAIL" in state or reason == "NodeDown":
+        return f"Slurm ended job {number} because a node failed"
+    if state in ("CANCELLED", "COMPLETING", "PENDING", "REQUEUED"):
+        restarts = facts.get("Restarts", "0")
+        if state == "PENDING" or restarts != os.environ.get("SLURM_RESTART_COUNT", "0"):
+            return f"Slurm requeued job {number}, as after a preemption: it starts again"
+        return f"job {number} was cancelled (scancel)"
+    return ""
+
+
+def _reached(facts: Mapping[str, str]) -> bool:
+    """Return whether a job has run for its time limit."""
+    times = [_seconds(facts.get(name, "")) for name in ("RunTime", "TimeLimit")]
+    return bool(times[0] and times[1]) and times[0] >= times[1]
+
+
+def _seconds(text: str) -> int:
+    """Return ``[days-]hours:minutes:seconds`` in seconds. 0 for ``UNLIMITED`` and other words."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)", text)
+    if match is None:
+        return 0
+    days, hours, minutes, seconds = (int(each or 0) for each in match.groups())
+    return ((24 * days + hours) * 60 + minutes) * 60 + seconds
+
+
 def _line(facts: Mapping[str, str]) -> str:
     said = " ".join(f"{name}={facts[name]}" for name in _SAID if facts.get(name))
     return f"JobId={facts.get('JobId', '')} {said}"
 
 
-def _asked(*words: str) -> str:
+def _asked(*words: str, timeout: float = TIMEOUT) -> str:
     """Return what a command of Slurm prints. Empty if it fails, or is not installed."""
     try:
         done = subprocess.run(
@@ -75,15 +115,16 @@ def _asked(*words: str) -> str:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=TIMEOUT,
+            timeout=timeout,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return "" if done.returncode else done.stdout
 
 
-def _of_scontrol(number: str) -> list[dict[str, str]]:
-    lines = _asked("scontrol", "--oneliner", "show", "job", number).splitlines()
+def _of_scontrol(number: str, timeout: float = TIMEOUT) -> list[dict[str, str]]:
+    words = ("scontrol", "--oneliner", "show", "job", number)
+    lines = _asked(*words, timeout=timeout).splitlines()
     return [dict(_FIELD.findall(line)) for line in lines if line.startswith("JobId=")]
 
 

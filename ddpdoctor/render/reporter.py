@@ -18,7 +18,7 @@ from ddpdoctor.lint.job import place_of
 from ddpdoctor.render import terminal
 from ddpdoctor.run import rundir
 from ddpdoctor.run.records.process import OverrideRecord
-from ddpdoctor.run.records.supervisor import HeadRecord, UnwatchedRecord
+from ddpdoctor.run.records.supervisor import HeadRecord, JobRecord, UnwatchedRecord
 from ddpdoctor.run.records.training import CapsuleRecord
 from ddpdoctor.run.reported import Event, FindingLog, Withdrawn, in_words
 from ddpdoctor.run.status import PHASES
@@ -161,8 +161,9 @@ def _ending_text(run: Run) -> str:
     from ddpdoctor.diagnose.crashes.rank_endings import signal_name
 
     how = f"ended by {signal_name(-status)}" if status < 0 else f"failed with exit status {status}"
+    why = next((job.why for job in run.supervisor.of(JobRecord) if job.why), "")
     asked = " after it was asked to stop" if run.stopped_at is not None else ""
-    return f"; the job {how}{asked}"
+    return f"; the job {how}{asked}" + (f": {why}" if asked and why else "")
 
 
 # -- what the supervisor prints

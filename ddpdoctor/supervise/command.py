@@ -41,6 +41,9 @@ Options of ddpdoctor:
   --notify URL|CMD  Send findings at error level, hangs, crashes and the end of
                     the job to a webhook (such as Slack's), or to a command's
                     standard input, as JSON; may be given more than once.
+  --log-to TARGET   Send times, waits, memory and findings to tensorboard[:DIR],
+                    wandb[:PROJECT], mlflow[:URL] or otlp[:URL]; may be given
+                    more than once.
   --grace SECONDS   Time the job has to end after SIGINT, SIGTERM or SIGHUP
                     [default: 30].
   --hang-after SECONDS
@@ -103,6 +106,7 @@ Exit status: the job's own; 2 for bad input; 3 with --strict and 4 with
         "--select": CODES,
         "--ignore": CODES,
         "--notify": options.NOTIFY,
+        "--log-to": options.LOG_TO,
         "--grace": options.seconds(),
         "--hang-after": options.seconds(1),
         "--run-dir": options.DIRECTORY,

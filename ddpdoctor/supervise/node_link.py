@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,15 +20,8 @@ from ddpdoctor.run.records.process import StoreRecord
 from ddpdoctor.run.records.typed_json import decoder
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.stacks.capture import read_declared
+from ddpdoctor.supervise.processes import own_program
 from ddpdoctor.system.proc import readable
-
-_PROGRAM = """\
-import sys
-sys.path[0] = sys.argv.pop(1)
-from ddpdoctor.nodes.exchange import main
-main(sys.argv[1:])
-"""
-_PACKAGES = str(Path(__file__).parents[2])
 
 JOIN_TIME = 0.5  # Seconds after which all ranks of this node have joined a process group
 
@@ -148,8 +140,7 @@ class NodeLink:
         words = [str(self._directory), str(self._journal_bytes), str(self._launcher)]
         words += ["--debug-nodes"] if self._debug_nodes else []
         self._process = subprocess.Popen(
-            # Not with -m, which puts the working directory and its modules first.
-            [sys.executable, "-c", _PROGRAM, _PACKAGES, *words],
+            own_program("ddpdoctor.nodes.exchange", *words),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

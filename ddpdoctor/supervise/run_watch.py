@@ -37,6 +37,8 @@ from ddpdoctor.supervise.job_signals import JobSignals, Passthrough
 from ddpdoctor.supervise.keepers import Keepers
 from ddpdoctor.supervise.notify import Notifications
 from ddpdoctor.supervise.rank_processes import RankWatch, Unwatched, bare_option, why_unwatched
+from ddpdoctor.supervise.scheduler import Scheduler
+from ddpdoctor.supervise.tracking import Tracking
 
 if TYPE_CHECKING:
     from ddpdoctor.run.reader import RunReader
@@ -131,7 +133,7 @@ SETTLE_TIME = 0.7  # Seconds for the other ranks' records to arrive after an eve
 _DEBUGGER, _DEBUGGER_END = "the debugger", "the end of the debugger"
 _RANKS, _HANGS, _SHOWING = "the rank watch", "the hang watch", "the monitor's files"
 _NOTIFY, _STRAGGLERS = "the notifications", "the straggler watch"
-_NODES = "the link to other nodes"
+_NODES, _TRACKERS = "the link to other nodes", "the trackers"
 _SOURCE = "the check of the code"
 
 
@@ -172,6 +174,8 @@ class RunWatch:
         self._journal: Journal | None = None
         self._lock: rundir.Lock | None = None
         self.notifications = Notifications(command, reporter.say)
+        self._tracking: Tracking | None = None
+        self.scheduler = Scheduler()
         self._requests: tuple[RequestWriter, RequestWriter, SuspicionWriter] | None = None
         self._hangs: HangWatch | None = None
         self._stragglers: Stragglers | None = None
@@ -256,6 +260,8 @@ class RunWatch:
             self._guarded(_DEBUGGER, self._debugging.announce, self._directory)
         if self._directory is not None:
             self._begin(self._directory)
+        if restarts := self.scheduler.restarts:
+            self._reporter.note(restarts)
         if self._debugging is not None:
             self._guarded(_DEBUGGER, self._debugging.start, self._signals.wake)
         if self._hangs is not None:
@@ -321,6 +327,10 @@ class RunWatch:
                 chosen=self._command.own.run_dir,
             )
             self._watches["the link watch"] = LinkWatch(self.write)
+        if targets := self._command.own.log_to:
+            self._tracking = self._guarded(
+                _TRACKERS, Tracking, directory, targets, self._reporter.say
+            )
         self._gpus = GpuWatch()
         self._gpu_poll = GpuPoll(directory)
         self._guarded("the GPU poll", self._gpu_poll.start)
@@ -341,6 +351,8 @@ class RunWatch:
             guarded(_DEBUGGER, self._note, self._debugging.poll)
             if self._debugging.stopped:
                 self._end_job("the debugger was stopped: ending the job", debugger=True)
+        if self._tracking is not None:
+            guarded(_TRACKERS, self._tracking.poll)
         if self._showing is not None:
             guarded(_SHOWING, self._showing.update, at_once=self._happened is not None)
         for descriptor in ended:
@@ -423,7 +435,8 @@ class RunWatch:
     @property
     def helpers(self) -> set[int]:
         """Processes of ddpdoctor that are below the supervisor."""
-        return self.nodes.pids if self.nodes is not None else set()
+        trackers = {self._tracking.pid} if self._tracking is not None else set()
+        return trackers | (self.nodes.pids if self.nodes is not None else set())
 
     @property
     def _left_to_head(self) -> bool:
@@ -511,7 +524,8 @@ class RunWatch:
             self._guarded(_HANGS, self._hangs.end, run, status)
         if self.nodes is not None:
             self._guarded(_NODES, self.nodes.end, status, hangs=self.killed)
-        self.write(JobRecord(time=time.time_ns(), status=status))
+        why = self._guarded("the scheduler", self.scheduler.why) or ""
+        self.write(JobRecord(time=time.time_ns(), status=status, why=why))
         if (run := self._read()) is not None:
             self._examine(run)
         return run
@@ -522,6 +536,8 @@ class RunWatch:
             judge = self.nodes.judge if self.nodes is not None else ""
             self._guarded("the summary", self._reporter.summary, run, judge)
         self._guarded(_NOTIFY, self.notifications.end, run, status, self._reporter.current)
+        if self._tracking is not None:
+            self._guarded(_TRACKERS, self._tracking.end)
         self._note(self._faults)
 
     def close(self) -> None:

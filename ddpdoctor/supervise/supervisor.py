@@ -147,6 +147,8 @@ class Supervisor:
 
     def _after_signals(self) -> None:
         for record in self._signals.take():
+            if record.signal == signal.SIGTERM:
+                self._watch.scheduler.ask()
             self._watch.write(record)
         if self._signals.asked_again():
             self._reporter.note("interrupted again: ending the job now")

@@ -1,13 +1,15 @@
-"""``ddpdoctor report A B``: what got slower, where, and what was changed."""
+"""``ddpdoctor compare A B``: what got slower, where, what was changed, and limits for CI."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
-from ddpdoctor.commands import report
+from ddpdoctor.commands import compare, report
+from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.run import code_version
 from ddpdoctor.run.names import CODE
 from ddpdoctor.run.records.base import as_json
@@ -125,3 +127,80 @@ def test_the_commit_is_read_without_git(tmp_path: Path, files: dict[str, str], c
     script = tmp_path / "src" / "train.py"
     script.write_text("pass\n")
     assert code_version.look(script).commit == commit
+
+
+def gate(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    return compare.main(list(words)), capsys.readouterr().out
+
+
+def test_a_slower_step_exceeds_its_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, limit = write_run(tmp_path / "before", slow=-1), "--max-step-time=+5%"
+    monkeypatch.setitem(drawn_runs.USUAL, "forward", 152)
+    after = write_run(tmp_path / "after", slow=-1)
+    junit = tmp_path / "gate.xml"
+    status, out = gate(capsys, str(before), str(after), limit, "--junit", str(junit))
+    assert status == 1
+    assert out.startswith("failed: step time +4")
+    suite = ElementTree.parse(junit).getroot()
+    assert suite.get("failures") == "1"
+    assert "limit +5.0%" in str(suite.find("testcase/failure[@message]").get("message"))  # type: ignore[union-attr]
+    status, out = gate(capsys, str(after), str(before), limit, "--junit", str(junit))
+    assert status == 0
+    assert out.startswith("passed: step time -")
+    assert ElementTree.parse(junit).getroot().get("failures") == "0"
+
+
+def test_variation_of_the_steps_is_no_failure(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is busier in the second half of both runs."""
+    monkeypatch.setattr(drawn_runs, "REST", drawn_runs.REST + 60)
+    before = write_run(tmp_path / "before", 2, slow=-1)
+    journals = [path.read_bytes() for path in sorted(before.glob("rank-*.jsonl"))]
+    monkeypatch.setattr(drawn_runs, "REST", drawn_runs.REST + 60)
+    after = write_run(tmp_path / "after", 2, slow=-1)
+    for path, old in zip(sorted(after.glob("rank-*.jsonl")), journals, strict=True):
+        lines, slow = old.splitlines(keepends=True), path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join([*lines[:25], *slow[25:]]))
+    status, out = gate(capsys, str(before), str(after), "--max-step-time", "+5%")
+    assert status == 0, out
+    assert "within the variation of" in out.splitlines()[0]
+
+
+def test_memory_of_the_gpu_has_a_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = write_run(tmp_path / "before", slow=-1)
+    monkeypatch.setattr(drawn_runs, "GIB", drawn_runs.GIB * 5 // 4)
+    after = write_run(tmp_path / "after", slow=-1)
+    limit = "--max-memory=10%"
+    status, out = gate(capsys, str(before), str(after), limit)
+    assert status == 1
+    assert out.startswith("failed: memory +25.0%, limit +10.0%\n")
+    assert "GPU memory" in out
+    assert gate(capsys, str(before), str(before), limit)[0] == 0
+
+
+def test_a_limit_that_cannot_be_judged_does_not_pass(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = str(write_run(tmp_path / "short", count=25, slow=-1))
+    status, out = gate(capsys, short, short, "--max-step-time=5%")
+    assert status == 3
+    assert out.startswith("not judged: step time: a run has fewer than 20 steps after the first 10")
+    found = json.loads(gate(capsys, short, short, "--max-step-time=5%", "--json")[1])
+    assert found["limits"]["max-step-time"]["exceeded"] is False
+    with pytest.raises(DoctorError) as raised:
+        compare.main([short, str(tmp_path / "nothere"), "--max-memory=1%"])
+    assert raised.value.status == 3
+
+
+@pytest.mark.parametrize(
+    "words", [["only-one"], ["a", "b", "--max-step-time", "-5%"], ["a", "b", "--junit", "x"]]
+)
+def test_wrong_words_of_a_comparison(words: list[str]) -> None:
+    with pytest.raises(DoctorError) as raised:
+        compare.main(words)
+    assert raised.value.status == 2

@@ -139,3 +139,30 @@ def test_only_numbers_are_given_to_slurm(tools: Path, number: str) -> None:
 def test_a_job_that_slurm_forgot(tools: Path) -> None:
     with pytest.raises(DoctorError, match="does not know job 4711"):
         slurm.job("4711")
+
+
+@pytest.mark.parametrize(
+    ("state", "more", "why"),
+    [
+        ("RUNNING", "PreemptTime=2026-11-27T19:31:00 Requeue=0", "Slurm preempted job 4711: "),
+        ("COMPLETING", "Restarts=1", "Slurm requeued job 4711, as after a preemption: "),
+        ("PENDING", "Restarts=1", "Slurm requeued job 4711, as after a preemption: "),
+        ("COMPLETING", "Restarts=0", "job 4711 was cancelled (scancel)"),
+        ("RUNNING", "RunTime=1-00:00:30 TimeLimit=1-00:00:00",
+         "Slurm ended job 4711 at its time limit of 1-00:00:00"),
+        ("NODE_FAIL", "", "Slurm ended job 4711 because a node failed"),
+        ("RUNNING", "PreemptTime=None RunTime=00:01:00 TimeLimit=UNLIMITED", ""),
+    ],
+)  # fmt: skip
+def test_why_slurm_asks_a_job_to_end(
+    tools: Path, tmp_path: Path, state: str, more: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    prints(tools, "scontrol", shown(tmp_path, state) + more)
+    found = slurm.why_stopped("4711", 10)
+    assert found.startswith(why) and bool(found) == bool(why)
+
+
+def test_a_controller_that_does_not_answer_in_time(tools: Path) -> None:
+    (tools / "scontrol").write_text("#!/bin/sh\nexec sleep 20\n")
+    assert slurm.why_stopped("4711", 0.2) == ""

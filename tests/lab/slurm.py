@@ -30,12 +30,16 @@ SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 ReturnToService=2
 MpiDefault=none
-KillWait=5
+KillWait=30
+OverTimeLimit=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 StateSaveLocation={directory}/state
 SlurmdSpoolDir={directory}/%n
 SlurmctldPidFile={directory}/controller.pid
 SlurmdPidFile={directory}/%n.pid
-PartitionName=all Nodes={names} Default=YES State=UP OverSubscribe=YES
+PartitionName=all Nodes={names} Default=YES State=UP OverSubscribe=YES PriorityTier=1 GraceTime=15
+PartitionName=urgent Nodes={names} State=UP PriorityTier=9
 """
 
 
@@ -59,6 +63,14 @@ class Slurm:
         status = process.wait(LIMIT)
         return status, out.read_text(errors="replace") + err.read_text(errors="replace")
 
+    def tool(self, *words: str) -> str:
+        """Run another command of Slurm. Return what it prints."""
+        first = self._checks.lab.hosts[0]
+        process, out, err = self._checks.start(first, words, self._environment)
+        status = process.wait(LIMIT)
+        assert status == 0, err.read_text()
+        return out.read_text()
+
 
 @contextlib.contextmanager
 def slurm(checks: Checks) -> Iterator[Slurm]:
@@ -73,7 +85,7 @@ def slurm(checks: Checks) -> Iterator[Slurm]:
         for host in checks.lab.hosts
     )
     text = CONF.format(first=first, directory=directory, names=names)
-    conf.write_text(text.replace("PartitionName", "".join(nodes) + "PartitionName"))
+    conf.write_text(text.replace("PartitionName", "".join(nodes) + "PartitionName", 1))
     # slurmd ends where it has to look for control groups and finds none.
     (directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     key = directory / "key"

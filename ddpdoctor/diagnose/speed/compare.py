@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from statistics import median
@@ -15,10 +15,13 @@ from ddpdoctor.run import code_version
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import PHASES
 from ddpdoctor.run.step_series import PARTS, RankSeries, Series, series
+from ddpdoctor.run.vitals import read_vitals
 
 WARM_UP = 10  # First steps of a run, which are not compared if there are more
 NOTABLE = 0.03
 """Minimum difference of a named rank's own time, relative to the step."""
+BLOCKS, MIN_BLOCK = 5, 4
+"""The variation of a run is that between its fifths, each of at least so many steps."""
 MAX_LINES = 60  # Maximum number of lines of the difference between two scripts
 
 _COLUMNS = 400
@@ -26,11 +29,13 @@ _COLUMNS = 400
 
 @dataclass(frozen=True)
 class Change:
-    """A time in both runs: median nanoseconds a step; None where a run has none."""
+    """A value in both runs, such as median nanoseconds a step; None where a run has none."""
 
     name: str
     before: float | None
     after: float | None
+    noise: float | None = None
+    """The variation of the values within the runs, relative to ``before``. None if not known."""
 
     @property
     def difference(self) -> float:
@@ -59,6 +64,7 @@ class Comparison:
     slowest_phase: dict[str, str]  # The phase that changed most on each of these ranks
     facts: tuple[Fact, ...]  # Command, versions, ranks and code
     script: tuple[str, ...]  # Lines of the difference between the scripts
+    memory: Change  # Peak bytes of the rank that has most
     unsplit: bool  # Whether backward includes the wait for others in only one of the runs
 
 
@@ -69,7 +75,7 @@ def compare(before: Run, after: Run) -> Comparison:
     kept = code_version.read(before.path), code_version.read(after.path)
     return Comparison(
         names=(before.id, after.id),
-        total=Change("step", _total(old), _total(new)),
+        total=Change("step", _total(old), _total(new), _noise(old, new)),
         phases=tuple(
             Change(
                 name,
@@ -84,6 +90,7 @@ def compare(before: Run, after: Run) -> Comparison:
         slowest_phase=slowest,
         facts=tuple(each for each in _facts(before, after, *kept) if each.before != each.after),
         script=_script(*kept),
+        memory=_memory(before, after),
         unsplit=bool(old and new)
         and any(each.split for each in old.values()) != any(each.split for each in new.values()),
     )
@@ -96,6 +103,7 @@ class _MedianStep:
     parts: tuple[float, ...]
     total: float
     split: bool
+    blocks: tuple[float, ...]  # Medians of consecutive parts of the run. Empty for a short run.
 
     @property
     def own(self) -> float:
@@ -115,12 +123,97 @@ def _median_step(rank: RankSeries, of: Series) -> _MedianStep | None:
         steps = [row for row in rows if not any(map(math.isnan, row))]
         if steps:
             medians = tuple(median(each) for each in zip(*steps, strict=True))
-            return _MedianStep(medians, median(map(sum, steps)), len(rank.unsplit) < of.columns)
+            totals = [sum(each) for each in steps]
+            return _MedianStep(
+                medians,
+                median(totals),
+                len(rank.unsplit) < of.columns,
+                _blocks(totals) if columns is late else (),
+            )
     return None
+
+
+def _blocks(totals: Sequence[float]) -> tuple[float, ...]:
+    """Return the medians of equally long parts of a run."""
+    size = len(totals) // BLOCKS
+    if size < MIN_BLOCK:
+        return ()
+    return tuple(median(totals[at * size : (at + 1) * size]) for at in range(BLOCKS))
 
 
 def _total(ranks: Mapping[int, _MedianStep]) -> float | None:
     return median(each.total for each in ranks.values()) if ranks else None
+
+
+def _noise(old: Mapping[int, _MedianStep], new: Mapping[int, _MedianStep]) -> float | None:
+    """Return by how much a step's duration varies within both runs, relative to the first one."""
+    of_run = _total(old)
+    spreads = []
+    for ranks in (old, new):
+        blocks = [
+            median(each) for each in zip(*(each.blocks for each in ranks.values()), strict=False)
+        ]
+        if not blocks:
+            return None
+        spreads.append(max(blocks) - min(blocks))
+    return max(spreads) / of_run if of_run else None
+
+
+def _memory(before: Run, after: Run) -> Change:
+    """Compare the memory of the GPU, or of the host if a run has no GPU."""
+    old, new = (_peaks(run) for run in (before, after))
+    for at, name in enumerate(("GPU memory", "host memory")):
+        if old[at] and new[at]:
+            return Change(name, old[at], new[at])
+    return Change("memory", None, None)
+
+
+def _peaks(run: Run) -> tuple[int, int]:
+    """Return the most bytes that a rank held on its GPU, and on the host. 0 if not known."""
+    pages = [rank.status for rank in run.last if rank.status is not None]
+    samples = [
+        rank
+        for sample in read_vitals(run.path)
+        for rank in sample.ranks
+        if sample.restart in {each.restart for each in run.last}
+    ]
+    return (
+        max((page.peak or 0 for page in pages), default=0),
+        max((each.rss or 0 for each in (*pages, *samples)), default=0),
+    )
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A limit on a change, and whether it is exceeded."""
+
+    name: str
+    limit: float  # Largest allowed increase, relative to the first run
+    share: float  # The increase. 0 if not known.
+    noise: float | None
+    unknown: str  # Why the limit cannot be judged. Empty if it can.
+
+    @property
+    def exceeded(self) -> bool:
+        """Whether the value increased by more than the limit and than its own variation."""
+        return self.share > self.limit and self.share > (self.noise or 0.0)
+
+
+def judge(name: str, change: Change, limit: float) -> Judged:
+    """Judge a change by a limit.
+
+    Args:
+        name: Of the limit.
+        change: Its ``noise`` is needed for a time, and not for memory.
+        limit: Largest allowed increase, relative to the first run.
+    """
+    unknown = ""
+    if not change.before or not change.after:
+        unknown = f"a run has no record of the {change.name}"
+    elif change.name == "step" and change.noise is None:
+        unknown = f"a run has fewer than {BLOCKS * MIN_BLOCK} steps after the first {WARM_UP}"
+    share = 0.0 if unknown or not change.before else change.difference / change.before
+    return Judged(name, limit, share, change.noise, unknown)
 
 
 def _ranks(

@@ -32,6 +32,7 @@ from ddpdoctor.probe.runtime import (
     debugpy_private,
     evaluation,
     frame_values,
+    profiling,
     rank,
     shield,
     torch_groups,
@@ -222,6 +223,7 @@ def install() -> None:
         variables=frame_values.variables,
         evaluate=frame_values.evaluate,
         evaluate_at_step=evaluation.evaluate,
+        profile_steps=profiling.profile,
     )
     worker_code_found.append(lambda: control.say("workers"))
     if wanted & {"error", "lift"}:

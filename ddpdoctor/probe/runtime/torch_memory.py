@@ -185,7 +185,7 @@ class AllocationSites:
     def __init__(self, device: Any) -> None:
         self._device = device
         self._before: Counter[Location] | None = None
-        self._recording = _record_history("state")
+        self._recording = record_history("state")
 
     def look(self) -> Counter[Location]:
         """Return the bytes by line that were allocated since the last look and not freed."""
@@ -206,10 +206,10 @@ class AllocationSites:
         """Stop recording. Blocks keep their stacks."""
         if self._recording:
             self._recording = False
-            _record_history(None)
+            record_history(None)
 
 
-def _record_history(enabled: str | None) -> bool:
+def record_history(enabled: str | None) -> bool:
     """Begin or end to record the stacks of allocations. Return False if that cannot be done."""
     torch: Any = sys.modules["torch"]
     record = getattr(torch.cuda.memory, "_record_memory_history", None)

@@ -360,6 +360,15 @@ def unsaved_buffers(module: Any) -> set[str]:
     return getattr(module, "_non_persistent_buffers_set", None) or set()
 
 
+def is_profiling(torch: Any) -> bool:
+    """Return whether a profiler is on: ``autograd._profiler_enabled`` (1.0 to 2.15).
+
+    A second one would end it without a word. Without the function it is said to be on.
+    """
+    enabled = getattr(torch.autograd, "_profiler_enabled", None)
+    return enabled is None or bool(enabled())
+
+
 def dtype_name(tensor: Any) -> str:
     """Return a tensor's dtype as ``float32``."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -292,6 +292,7 @@ class JobRecord(Record):
 
     time: int
     status: int | None  # Its exit status, negative for the number of a signal
+    why: str = ""  # Why it was asked to end, as its scheduler says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,90 @@
+"""What all trackers have in common: their targets, and the numbers they get."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, cast
+
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.finding import Finding
+from ddpdoctor.core.formatting import shown, without_formatting
+from ddpdoctor.top.snapshot import PHASES, Snapshot
+
+MAX_RANKS = 32  # Ranks with numbers of their own: the first ones
+MAX_TEXT = 8000  # Characters of a finding
+
+
+class Tracker(Protocol):
+    """A tracker's client. Any of its methods may block or raise."""
+
+    place: str
+    """Where the run is found there, in words."""
+
+    has_past: bool
+    """Whether numbers of an earlier time can be sent."""
+
+    def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
+        """Send numbers of a step. ``time`` is Unix seconds."""
+
+    def finding(self, finding: Finding, step: int, time: float) -> None:
+        """Send a finding."""
+
+    def close(self, how: str, succeeded: bool) -> None:
+        """Send what is left, and how the run ended."""
+
+
+def open_tracker(target: str, run: Snapshot) -> Tracker:
+    """Connect to a tracker.
+
+    Args:
+        target: Its name, and after a colon the directory, project or URL.
+        run: The run as it is now.
+
+    Raises:
+        DoctorError: Its package is not installed.
+    """
+    name, _, place = target.partition(":")
+    try:
+        module: Any = importlib.import_module(f"ddpdoctor.trackers.{name}")
+    except ImportError as error:
+        raise DoctorError(
+            f"--log-to {name} needs a package that cannot be imported: {error}",
+            f"pip install 'ddpdoctor[{name}]'",
+        ) from None
+    return cast(Tracker, module.Client(place, run))
+
+
+def numbers_of(snapshot: Snapshot) -> dict[str, float]:
+    """Return the numbers of a frame by name. Unknown ones are left out."""
+    job, median = snapshot.job, snapshot.median
+    found: dict[str, float | None] = {
+        "steps_per_second": job.rate,
+        "samples_per_second": job.samples_rate,
+        "skew": snapshot.skew,
+        "findings": len(snapshot.findings),
+    }
+    if median is not None:
+        found["step_seconds"] = median.total
+        found |= {f"{name}_seconds": getattr(median, name) for name in PHASES}
+    for row in sorted(snapshot.ranks, key=lambda row: row.rank)[:MAX_RANKS]:
+        rank = f"rank{row.rank}"
+        if row.times is not None:
+            found[f"{rank}/own_seconds"] = row.times.own
+            found[f"{rank}/wait_seconds"] = row.times.wait
+        found[f"{rank}/memory_bytes"] = row.memory
+        found[f"{rank}/gpu_utilization"] = None if row.gpu is None else row.gpu.utilization
+    found["memory_bytes"] = _largest(row.memory for row in snapshot.ranks)
+    return {f"ddpdoctor/{name}": float(each) for name, each in found.items() if each is not None}
+
+
+def _largest(values: Iterable[int | None]) -> int | None:
+    return max((each for each in values if each is not None), default=None)
+
+
+def text_of(finding: Finding) -> str:
+    """Return a finding as text: message, evidence, place and fix."""
+    lines = [f"{finding.severity.label} {finding.code}: {finding.message}", *finding.evidence]
+    lines += [f"at {finding.location}"] if finding.location else []
+    lines += [f"fix: {finding.fix}"] if finding.fix else []
+    return shown(without_formatting("\n".join(lines))[:MAX_TEXT], "\n")
