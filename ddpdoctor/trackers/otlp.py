@@ -29,17 +29,6 @@ _LEVELS = {
 _RANK = re.compile(r"ddpdoctor/rank(\d+)/")
 
 
-class _Metrics(OTLPMetricExporter):
-    """Remembers a failure, which the client only logs."""
-
-    failed = False
-
-    def export(self, *args: Any, **options: Any) -> Any:
-        result = super().export(*args, **options)
-        self.failed = result is not MetricExportResult.SUCCESS
-        return result
-
-
 class Client:
     """Sends metrics and logs. ``OTEL_EXPORTER_OTLP_ENDPOINT``, headers and the others apply.
 
@@ -55,9 +44,18 @@ class Client:
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         base = place.rstrip("/")
         resource = Resource.create({"service.name": "ddpdoctor", "ddpdoctor.run": run.run})
-        self._exporter = _Metrics(f"{base}/v1/metrics" if base else None, timeout=_TIMEOUT)
+        exporter: Any = OTLPMetricExporter(f"{base}/v1/metrics" if base else None, timeout=_TIMEOUT)
+        export, self._failed = exporter.export, False
+
+        def checked(*args: Any, **options: Any) -> Any:
+            # The client only logs a failure.
+            result = export(*args, **options)
+            self._failed = result is not MetricExportResult.SUCCESS
+            return result
+
+        exporter.export = checked
         # The client exports whenever numbers come, so the period only has to be long.
-        reader = PeriodicExportingMetricReader(self._exporter, 3_600_000, _TIMEOUT * 1000)
+        reader = PeriodicExportingMetricReader(exporter, 3_600_000, _TIMEOUT * 1000)
         self._metrics = MeterProvider([reader], resource, shutdown_on_exit=False)
         self._meter = self._metrics.get_meter("ddpdoctor")
         self._gauges: dict[str, Any] = {}
@@ -76,7 +74,7 @@ class Client:
                 self._gauges[plain] = self._meter.create_gauge(plain)
             self._gauges[plain].set(value, {"rank": rank[1]} if rank else {})
         self._metrics.force_flush(int(_TIMEOUT * 1000))
-        if self._exporter.failed:
+        if self._failed:
             raise OSError(f"{self.place} does not take metrics")
 
     def finding(self, finding: Finding, step: int, time: float) -> None:

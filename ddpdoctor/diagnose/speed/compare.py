@@ -177,9 +177,10 @@ def _peaks(run: Run) -> tuple[int, int]:
         for rank in sample.ranks
         if sample.restart in {each.restart for each in run.last}
     ]
+    resident = [page.rss for page in pages]
     return (
         max((page.peak or 0 for page in pages), default=0),
-        max((each.rss or 0 for each in (*pages, *samples)), default=0),
+        max((rss or 0 for rss in (*resident, *(each.rss for each in samples))), default=0),
     )
 
 
