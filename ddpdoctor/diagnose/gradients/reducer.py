@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 from ddpdoctor.core.opening import whole
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.crashes.rank_endings import PATIENCE
 from ddpdoctor.run.records.model import (
     BatchNormRecord,
     DdpRecord,
@@ -30,8 +31,6 @@ STATIC = "training graph has changed in this iteration"
 TWICE = "Expected to mark a variable ready only once"
 """DDP's message about a gradient that was ready twice in one backward."""
 
-PATIENCE = 3_000_000_000
-"""Nanoseconds in one phase after which a rank is assumed to wait for its peers."""
 SHOWN = 4  # Maximum number of parameters in a message, which counts the rest.
 
 

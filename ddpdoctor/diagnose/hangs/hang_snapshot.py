@@ -30,8 +30,7 @@ from ddpdoctor.run.records.supervisor import (
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.frames import innermost, user_frames
-
-BUSY = 0.2  # Minimum ratio of a core of a working process; ranks may share cores
+from ddpdoctor.system.process_activity import BUSY
 
 MIN_SILENCE_NS = 2_000_000_000
 """Nanoseconds without activity of a rank's writing thread, which wakes four times a second."""

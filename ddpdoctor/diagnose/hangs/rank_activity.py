@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.diagnose.hangs.hang_snapshot import BUSY, RankState
+from ddpdoctor.diagnose.hangs.hang_snapshot import RankState
 from ddpdoctor.diagnose.hangs.process_activity import (
     MIN_MOVED,
     STUCK_GPU,
@@ -25,6 +25,7 @@ from ddpdoctor.diagnose.source_files import brief, constant_while, quoted, state
 from ddpdoctor.run.records.supervisor import Frame, Thread
 from ddpdoctor.stacks.frames import ENDING, innermost, is_ours, is_user_path
 from ddpdoctor.system.proc import ENDED
+from ddpdoctor.system.process_activity import BUSY
 
 LAUNCHER_TIMEOUT = 5.0  # Maximum seconds until a launcher notices a dead rank
 

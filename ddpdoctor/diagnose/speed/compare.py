@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from statistics import median
 
-from ddpdoctor.diagnose.speed.pace import MIN_WAIT_NS
+from ddpdoctor.diagnose.speed.pace import MIN_WAIT_NS, WARM_UP
 from ddpdoctor.run import code_version
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import PHASES
 from ddpdoctor.run.step_series import PARTS, RankSeries, Series, series
 from ddpdoctor.run.vitals import read_vitals
 
-WARM_UP = 10  # First steps of a run, which are not compared if there are more
 NOTABLE = 0.03
 """Minimum difference of a named rank's own time, relative to the step."""
 BLOCKS, MIN_BLOCK = 5, 4

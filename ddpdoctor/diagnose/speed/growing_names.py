@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.diagnose.source_files import FUNCTIONS, last_name, nodes_of, per_file, tree_of
+from ddpdoctor.diagnose.source_files import FUNCTIONS, LOOPS, last_name, nodes_of, per_file, tree_of
 
 _GROWS = ("append", "appendleft", "add", "extend", "insert", "setdefault", "update", "put")
 _SHRINKS = ("pop", "popleft", "popitem", "clear", "remove", "discard", "get_nowait")
@@ -17,7 +17,6 @@ _BUILDS = ("__init__", "__post_init__", "setup", "build", "configure", "<module>
 _ITEMS = ("__getitem__", "__getitems__", "__iter__")
 MAX_WORDS = 3  # Number of last words of a dotted name that are searched for in the source
 _HOOK = re.compile(r"register_\w*hook$")
-_LOOPS = (ast.For, ast.AsyncFor, ast.While)
 
 
 class Change(NamedTuple):
@@ -144,7 +143,7 @@ class _Reader:
         """Read a statement or expression, and all within it."""
         if isinstance(node, FUNCTIONS):
             function, loops = node.name, ()
-        elif isinstance(node, _LOOPS):
+        elif isinstance(node, LOOPS):
             loops = (*loops, node.lineno)
         self._take(node, Change("", getattr(node, "lineno", 0), function, loops))
         for child in ast.iter_child_nodes(node):

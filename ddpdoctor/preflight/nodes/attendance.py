@@ -45,10 +45,11 @@ from ddpdoctor.preflight.machine.network import (
     own_host,
     towards,
 )
-from ddpdoctor.preflight.nodes.reductions import LIMIT, across_nodes
+from ddpdoctor.preflight.nodes.reductions import across_nodes
 from ddpdoctor.preflight.protocol.joining import Problem
 from ddpdoctor.preflight.protocol.meet import DOUBLE_ADDRESS, LOCAL_TIMEOUT, Meeting, meeting_of
 from ddpdoctor.preflight.protocol.messages import Caller, Said, Verdict
+from ddpdoctor.preflight.selftest.collectives import LIMIT
 from ddpdoctor.preflight.situation import ATTENDANCE, Situation, node_place
 
 # -- why this node did not meet the others

@@ -30,13 +30,10 @@ from ddpdoctor.preflight.machine.network import SLOW
 from ddpdoctor.preflight.protocol.meet import REDUCING, Meeting, meeting_of
 from ddpdoctor.preflight.protocol.messages import Facts, NcclReport, Reduction
 from ddpdoctor.preflight.protocol.pairs import Dialled
-from ddpdoctor.preflight.selftest.collectives import BROKEN, nccl_advice, starved
+from ddpdoctor.preflight.selftest.collectives import BROKEN, LIMIT, nccl_advice, starved
 from ddpdoctor.preflight.situation import ATTENDANCE, Situation, node_place
 
 # -- what all checks across nodes share
-
-
-LIMIT = 3600.0  # Seconds. The meeting has its own limits, and ``--timeout`` is above them.
 
 
 def across_nodes(
