@@ -24,6 +24,7 @@ GUIDES = {
     "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarks.md",
     "sample_jobs/README.md": "sample_jobs.md",
+    "ddpdoctor/commands/mcp_skill.md": "mcp_skill.md",
 }
 """Files outside ``docs/`` and the pages that they become."""
 
