@@ -41,6 +41,7 @@ RUN_OPTIONS = (
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 """Set to 1 in every run, as torchrun does with several ranks, unless a person has set it."""
 
+
 class Stopped(BaseException):
     """A signal asked this command to end."""
 
