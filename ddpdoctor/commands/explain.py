@@ -14,6 +14,8 @@ import ddpdoctor.lint.all_rules  # noqa: F401 (registers the rules on source cod
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import RULES
 from ddpdoctor.core.options import Parser
+from ddpdoctor.failures import recognise, verdict
+from ddpdoctor.failures.log import LogReader
 from ddpdoctor.failures.table import TABLE
 from ddpdoctor.lint.rules import LINT_RULES
 from ddpdoctor.preflight.check import CHECKS
@@ -25,7 +27,8 @@ PARSER = Parser(
 Usage: ddpdoctor explain [CODE|NAME|TEXT]
 
 Explain a finding by its code, by its name or a part of it, or by the text of an
-error: DDP901, straggler, "unexpected pos". Without one, list them all.
+error, whole or in part: DDP901, straggler, "unexpected pos". Without one, list
+them all.
 """,
 )
 
@@ -100,12 +103,23 @@ def _meant(word: str, known: Mapping[str, _Entry]) -> list[str]:
         for code, entry in known.items()
         if any(text in " ".join(each.lower().split()) for each in (entry.page, *entry.messages))
     ]
-    if text.strip() and found:
+    found = found if text.strip() else []
+    if found or (found := [code for code in _printed(word) if code in known]):
         return found
     close = difflib.get_close_matches(code, known, n=1, cutoff=0.7)
     close = close or difflib.get_close_matches(text, by_name, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     raise DoctorError(f"unknown code {word}", f"{hint}`ddpdoctor explain` lists all codes")
+
+
+def _printed(text: str) -> list[str]:
+    """Return the codes of the failures that lines of a log show."""
+    reader = LogReader("the text")
+    reader.feed(f"{text}\n".encode(errors="replace"))
+    codes = {finding.code for finding in verdict.findings(reader.close())}
+    if seen := recognise(text):  # Also what would not be reported alone, such as a warning
+        codes.add(seen[0].code)
+    return sorted(codes - {"DDP900"} or codes)
 
 
 def reflow(page: str, width: int) -> Iterator[str]:
