@@ -171,7 +171,7 @@ def llms(nav: Any) -> str:
                 elif not where.startswith("rules/DDP"):
                     title = _title(made.get(where) or (ROOT / "docs" / where).read_text())
                     address = re.sub(r"(index)?\.md$", "", where).rstrip("/")
-                    yield f"- [{name or title}]({address or '.'}/){f': {title}' * (title != name)}"
+                    yield f"- [{name or title}]({address or '.'}/){f': {title}' * bool(name and title != name)}"
 
     return "\n".join([_LLMS, *listed(nav), ""])
 

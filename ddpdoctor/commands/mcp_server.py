@@ -48,7 +48,9 @@ def as_data(document: Any) -> str:
         text = json.dumps(cut, ensure_ascii=False)
         if len(text) <= MAX_ANSWER:
             break
-    return _MARK.format(number=secrets.token_hex(8), text=text[:MAX_ANSWER])
+    # A slash may be escaped in JSON. So no text of a job looks like the end of the data.
+    text = text[:MAX_ANSWER].replace("</", "<\\/")
+    return _MARK.format(number=secrets.token_hex(8), text=text)
 
 
 def _cut(value: Any, characters: int, items: int) -> Any:

@@ -69,6 +69,7 @@ def test_text_of_a_job_stays_data_and_is_cut(document: dict[str, Any]) -> None:
     assert len(answer) < server.MAX_ANSWER + 500
     assert "\x1b" not in answer
     assert "\u202e" not in answer
+    assert answer.count("</job-data") == 1
     data_of(answer)
 
 

@@ -52,7 +52,9 @@ def test_a_failure_is_found_by_the_text_of_its_error() -> None:
 
 def test_assistants_find_each_page_in_llms_txt() -> None:
     found = llms([{"Home": "index.md"}, {"More": ["rules/index.md", {"Run": "run.md"}]}])
-    assert "\n- [Home](./): ddpdoctor\n- [Rules](rules/): Rules\n- [Run](run/): Run a job\n" in found
+    assert found.splitlines()[-3:] == [
+        "- [Home](./): ddpdoctor", "- [Rules](rules/)", "- [Run](run/): Run a job"
+    ]  # fmt: skip
 
 
 def test_each_page_of_docs_is_in_the_navigation() -> None:
