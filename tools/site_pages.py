@@ -171,7 +171,8 @@ def llms(nav: Any) -> str:
                 elif not where.startswith("rules/DDP"):
                     title = _title(made.get(where) or (ROOT / "docs" / where).read_text())
                     address = re.sub(r"(index)?\.md$", "", where).rstrip("/")
-                    yield f"- [{name or title}]({address or '.'}/){f': {title}' * bool(name and title != name)}"
+                    note = f": {title}" if name and name != title else ""
+                    yield f"- [{name or title}]({address or '.'}/){note}"
 
     return "\n".join([_LLMS, *listed(nav), ""])
 
