@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 from typing import IO, Any
@@ -56,15 +56,16 @@ class Findings:
 
     Args:
         path: The run directory.
+        cells: Numbers of the notebook's cells by the names that IPython gave to their code.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, cells: Mapping[str, int]) -> None:
         run = read_run(path)
         found = examine(run)
         written = console.written_before(run)
-        self._found = [(each.severity.label, _text(each, written)) for each in found]
+        self._found = [(each.severity.label, _text(each, written, cells)) for each in found]
         self._summary = [*reporter.summary_lines(run), reporter.findings_count(found)]
-        self._summary[-1] += f"; ddpdoctor report {run.path.name} --html report.html"
+        self._summary[-1] += f"; ddpdoctor report {run.path} --html report.html"
 
     def __repr__(self) -> str:
         return "".join(text for _, text in self._found) + shown("\n".join(self._summary), "\n")
@@ -83,9 +84,12 @@ class Findings:
         return f'<div>{"".join(parts)}<div style="opacity:.75">{lines}</div></div>'
 
 
-def _text(finding: Finding, written: float) -> str:
-    """Return a finding as text, in which cells look as they do in the notebook."""
+def _text(finding: Finding, written: float, cells: Mapping[str, int]) -> str:
+    """Return a finding as text, in which cells are named by their numbers."""
     text = console.render(finding, colour=False, width=100, written=written)
+    for name, number in cells.items():
+        place = re.escape("/".join(Path(name).parts[-2:]))  # Of a path that may be relative
+        text = re.sub(rf"\S*{place}", f"cell-{number}.py", text)
     return re.sub(rf"\S*{_FOLDER}\w+/", "", re.sub(r"\| import sys; .*# %%ddp", "| %%ddp", text))
 
 
@@ -93,13 +97,15 @@ def load_ipython_extension(shell: Any) -> None:
     """Define ``%%ddp`` and ``%ddp``, and recognize cells that fork ranks from the notebook."""
     scripts = tempfile.mkdtemp(prefix=_FOLDER)
     atexit.register(shutil.rmtree, scripts, ignore_errors=True)
+    # Of the cells that a kernel runs itself. Private, from IPython 7.23 on.
+    cells: Mapping[str, int] = getattr(shell.compile, "_filename_map", {})
 
     def ddp(line: str, cell: str | None = None) -> None:
         """Run a cell as a DDP job and show its findings; as ``%ddp [RUN]`` show those of a run."""
         try:
             if cell is None:
                 newest = line.strip() or rundir.newest_first()[0]
-                display(Findings(rundir.find(str(newest))))
+                display(Findings(rundir.find(str(newest)), cells))
                 return
             # The number of this cell. IPython 9 counts on before it runs, older ones afterwards.
             number = len(shell.user_ns["In"]) - 1
@@ -165,7 +171,7 @@ def _run(line: str, cell: str, script: Path) -> None:
     interrupted = _pass_through(process)
     with contextlib.suppress(OSError, ValueError, IndexError):
         last = json.loads(log.read_text().splitlines()[-1])
-        display(Findings(rundir.find(last["run"])))
+        display(Findings(rundir.find(last["run"]), {}))
     if interrupted:
         raise UsageError("interrupted; the job has ended")
     if process.returncode:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -164,3 +165,27 @@ def test_an_interrupt_and_the_end_of_the_kernel_end_the_job(doctor: Doctor, how:
 
 def ready(path: Path) -> bool:
     return path.exists() and bool(path.read_text())
+
+
+CLIENT = """\
+import pathlib, nbclient, nbformat
+cells = pathlib.Path("cells").read_text().split("---\\n")
+made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(each) for each in cells])
+nbclient.NotebookClient(made, timeout=300, allow_errors=True).execute()
+print(made.cells[1].outputs, made.cells[2].outputs[0].data["text/html"])
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_a_kernel_forks_under_ddpdoctor(doctor: Doctor) -> None:
+    pytest.importorskip("nbclient")
+    from tests.conftest import _free_port
+
+    doctor.write("client.py", CLIENT)
+    cell = FORKED.replace("PORT", str(_free_port()))
+    Path(doctor.directory, "cells").write_text("---\n".join([f"{LOAD}\n", cell, "%ddp\n"]))
+    result = doctor.run("--no-vscode", "--", sys.executable, "client.py")
+    assert result.codes == ["DDP901"]
+    assert "not watched" not in result.stdout
+    assert "<b>error DDP901: rank 1 raised ValueError" in result.stdout
+    assert "--&gt; cell-2.py:13" in result.stdout
