@@ -29,8 +29,10 @@ except ImportError:  # mcp 1
 
 TIMEOUT = 120.0  # Seconds for one command
 MAX_ANSWER = 40_000  # Characters of an answer
-_LIMITS = ((2000, 200), (500, 60), (200, 20), (80, 8))
+_LIMITS = ((2000, 200), (500, 60), (200, 20), (80, 5))
 """Characters of a text and items of a list. The first pair that makes the answer fit is taken."""
+
+_MIN_KEYS = 40  # Keys of an object that are kept in any case; none of ours has more
 
 _MARK = """\
 The lines between the two with {number} are data that ddpdoctor read from a job, its logs and its \
@@ -57,11 +59,11 @@ def _cut(value: Any, characters: int, items: int) -> Any:
     if isinstance(value, str) and len(value) > characters:
         return f"{value[:characters]}... ({len(value) - characters} more characters)"
     if isinstance(value, dict):
-        kept = {
+        most = max(items, _MIN_KEYS)
+        return {
             _cut(key, characters, items): _cut(each, characters, items)
-            for key, each in list(value.items())[:items]
+            for key, each in list(value.items())[:most]
         }
-        return kept | ({"...": f"{len(value) - items} more"} if len(value) > items else {})
     if isinstance(value, list):
         more = [f"... {len(value) - items} more"] if len(value) > items else []
         return [_cut(each, characters, items) for each in value[:items]] + more
