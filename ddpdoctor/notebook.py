@@ -115,13 +115,14 @@ def load_ipython_extension(shell: Any) -> None:
         except IndexError:
             raise UsageError("there is no run yet; %%ddp starts one") from None
 
-    def warn(info: Any) -> None:
-        code = info.raw_cell
-        if not code.startswith("%%") and names.MARK not in os.environ and _starts_ranks(code):
-            sys.stderr.write(_UNWATCHED)
-
     shell.register_magic_function(ddp, "line_cell", "ddp")
-    shell.events.register("pre_run_cell", warn)
+    shell.events.register("pre_run_cell", _warn)
+
+
+def _warn(info: Any) -> None:
+    """Say of a cell that starts ranks outside of ``%%ddp`` that they are not watched."""
+    if names.MARK not in os.environ and _starts_ranks(info.raw_cell):
+        sys.stderr.write(_UNWATCHED)
 
 
 def _starts_ranks(code: str) -> bool:
