@@ -149,7 +149,7 @@ def _messages(failure: Failure) -> Iterator[str]:
     """The line of each example that has the text by which the failure is known."""
     for example in failure.examples:
         lines = [line.strip() for line in example.splitlines() if line.strip()]
-        telling = [line for line in lines if any(text in line for text in failure.texts)]
+        telling = [line for line in lines if failure.regex.search(line)]
         line = _PREFIX.sub("", (telling or lines[-1:])[0])
         yield line if len(line) <= MAX_MESSAGE else f"{line[: MAX_MESSAGE - 3]}..."
 

@@ -40,7 +40,7 @@ class _Entry:
     name: str
     kind: str  # The usual severity of a rule's findings, or ``check``
     page: str
-    messages: tuple[str, ...] = ()  # Texts in logs and exceptions that identify it
+    messages: tuple[str, ...] = ()  # Lines of logs and exceptions, as printed, that show it
 
     @property
     def summary(self) -> str:
@@ -50,20 +50,18 @@ class _Entry:
 @functools.cache
 def entries() -> Mapping[str, _Entry]:
     """Return all rules and checks by code, in order."""
-    messages: dict[str, dict[str, None]] = {}
+    messages: dict[str, tuple[str, ...]] = {}
     for failure in TABLE:
-        messages.setdefault(failure.code, {}).update(dict.fromkeys(failure.texts))
-    rules = {
-        code: _Entry(rule.name, rule.severity.label, rule.page, tuple(messages.get(code, ())))
-        for code, rule in RULES.items()
+        messages[failure.code] = messages.get(failure.code, ()) + failure.examples
+    found = {
+        rule.code: (rule.name, rule.severity.label, rule.page)
+        for rule in (*RULES.values(), *LINT_RULES.values())
+        if rule.name and rule.page
     }
-    static = {
-        rule.code: _Entry(rule.name, rule.severity.label, rule.page)
-        for rule in LINT_RULES.values()
-        if rule.name
-    }
-    checks = {check.code: _Entry(check.name, "check", check.page) for check in CHECKS.values()}
-    return MappingProxyType(dict(sorted((rules | static | checks).items())))
+    found |= {check.code: (check.name, "check", check.page) for check in CHECKS.values()}
+    return MappingProxyType(
+        {code: _Entry(*found[code], messages.get(code, ())) for code in sorted(found)}
+    )
 
 
 def main(words: Sequence[str]) -> int:
