@@ -53,11 +53,10 @@ def entries() -> Mapping[str, _Entry]:
     messages: dict[str, tuple[str, ...]] = {}
     for failure in TABLE:
         messages[failure.code] = messages.get(failure.code, ()) + failure.examples
-    found = {
-        rule.code: (rule.name, rule.severity.label, rule.page)
-        for rule in (*RULES.values(), *LINT_RULES.values())
-        if rule.name and rule.page
-    }
+    found = {rule.code: (rule.name, rule.severity.label, rule.page) for rule in RULES.values()}
+    for static in LINT_RULES.values():
+        if static.name:
+            found[static.code] = (static.name, static.severity.label, static.page)
     found |= {check.code: (check.name, "check", check.page) for check in CHECKS.values()}
     return MappingProxyType(
         {code: _Entry(*found[code], messages.get(code, ())) for code in sorted(found)}
