@@ -6,10 +6,11 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import termios
 from pathlib import Path
 from typing import Any
+
+from ddpdoctor.core.commands import in_own_process
 
 _STDIN = 0
 _END_TIMEOUT = 5.0  # Seconds for the prompt to end with the job
@@ -54,7 +55,7 @@ class OwnTerminal:
             self._settings = termios.tcgetattr(_STDIN)
             with open(name, "wb", buffering=0) as output:
                 self._prompt = subprocess.Popen(
-                    [sys.executable, "-m", "ddpdoctor", "debug", str(directory)],
+                    in_own_process("debug", str(directory)),
                     stdout=output,
                     stderr=output,
                     preexec_fn=_take_terminal,
