@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -39,8 +40,6 @@ def edited(source: str, diff: str) -> str:
 @pytest.mark.slow
 def test_the_tutorial(doctor: Doctor) -> None:
     job = Path(doctor.directory, "train.py")
-    environment = doctor.environment()
-    environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     ran = 0
     for kind, text in BLOCK.findall(TUTORIAL):
         if kind == "python":
@@ -52,10 +51,10 @@ def test_the_tutorial(doctor: Doctor) -> None:
             if command.startswith("pip"):
                 continue
             done = subprocess.run(
-                command,
+                re.sub(r"^ddpdoctor", f"{shlex.quote(sys.executable)} -m ddpdoctor", command),
                 shell=True,
                 cwd=doctor.directory,
-                env=environment,
+                env=doctor.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
