@@ -41,6 +41,7 @@ _MODULES = {
     "Run": "ddpdoctor.run.snapshot",
     "Severity": "ddpdoctor.core.finding",
     "examine": "ddpdoctor.api",
+    "load_ipython_extension": "ddpdoctor.notebook",  # IPython looks for it
     "read_run": "ddpdoctor.api",
     "rule": "ddpdoctor.core.finding",
 }

@@ -14,6 +14,8 @@ import ddpdoctor.lint.all_rules  # noqa: F401 (registers the rules on source cod
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import RULES
 from ddpdoctor.core.options import Parser
+from ddpdoctor.failures import recognise, verdict
+from ddpdoctor.failures.log import LogReader
 from ddpdoctor.failures.table import TABLE
 from ddpdoctor.lint.rules import LINT_RULES
 from ddpdoctor.preflight.check import CHECKS
@@ -25,7 +27,8 @@ PARSER = Parser(
 Usage: ddpdoctor explain [CODE|NAME|TEXT]
 
 Explain a finding by its code, by its name or a part of it, or by the text of an
-error: DDP901, straggler, "unexpected pos". Without one, list them all.
+error, whole or in part: DDP901, straggler, "unexpected pos". Without one, list
+them all.
 """,
 )
 
@@ -37,7 +40,7 @@ class _Entry:
     name: str
     kind: str  # The usual severity of a rule's findings, or ``check``
     page: str
-    messages: tuple[str, ...] = ()  # Texts in logs and exceptions that identify it
+    messages: tuple[str, ...] = ()  # Lines of logs and exceptions, as printed, that show it
 
     @property
     def summary(self) -> str:
@@ -47,20 +50,17 @@ class _Entry:
 @functools.cache
 def entries() -> Mapping[str, _Entry]:
     """Return all rules and checks by code, in order."""
-    messages: dict[str, dict[str, None]] = {}
+    messages: dict[str, tuple[str, ...]] = {}
     for failure in TABLE:
-        messages.setdefault(failure.code, {}).update(dict.fromkeys(failure.texts))
-    rules = {
-        code: _Entry(rule.name, rule.severity.label, rule.page, tuple(messages.get(code, ())))
-        for code, rule in RULES.items()
-    }
-    static = {
-        rule.code: _Entry(rule.name, rule.severity.label, rule.page)
-        for rule in LINT_RULES.values()
-        if rule.name
-    }
-    checks = {check.code: _Entry(check.name, "check", check.page) for check in CHECKS.values()}
-    return MappingProxyType(dict(sorted((rules | static | checks).items())))
+        messages[failure.code] = messages.get(failure.code, ()) + failure.examples
+    found = {rule.code: (rule.name, rule.severity.label, rule.page) for rule in RULES.values()}
+    for static in LINT_RULES.values():
+        if static.name:
+            found[static.code] = (static.name, static.severity.label, static.page)
+    found |= {check.code: (check.name, "check", check.page) for check in CHECKS.values()}
+    return MappingProxyType(
+        {code: _Entry(*found[code], messages.get(code, ())) for code in sorted(found)}
+    )
 
 
 def main(words: Sequence[str]) -> int:
@@ -100,12 +100,23 @@ def _meant(word: str, known: Mapping[str, _Entry]) -> list[str]:
         for code, entry in known.items()
         if any(text in " ".join(each.lower().split()) for each in (entry.page, *entry.messages))
     ]
-    if text.strip() and found:
+    found = found if text.strip() else []
+    if found or (found := [code for code in _printed(word) if code in known]):
         return found
     close = difflib.get_close_matches(code, known, n=1, cutoff=0.7)
     close = close or difflib.get_close_matches(text, by_name, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     raise DoctorError(f"unknown code {word}", f"{hint}`ddpdoctor explain` lists all codes")
+
+
+def _printed(text: str) -> list[str]:
+    """Return the codes of the failures that lines of a log show."""
+    reader = LogReader("the text")
+    reader.feed(f"{text}\n".encode(errors="replace"))
+    codes = {finding.code for finding in verdict.findings(reader.close())}
+    if seen := recognise(text):  # Also what would not be reported alone, such as a warning
+        codes.add(seen[0].code)
+    return sorted(codes - {"DDP900"} or codes)
 
 
 def reflow(page: str, width: int) -> Iterator[str]:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ddpdoctor
 from ddpdoctor.commands.scale import check_command, make_folder, sizes_option
 from ddpdoctor.core import options
+from ddpdoctor.core.commands import in_own_process
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import RULES, Finding, Severity, examine, to_record, worst_first
 from ddpdoctor.core.formatting import count, json_text, shown
@@ -180,20 +180,11 @@ _EXAMINED = frozenset(
 """Rules on one run whose findings change what a job trains with. Others are the run's own."""
 
 
-_COMPUTE = (
-    "import sys; sys.path = [each for each in sys.path if each]; sys.path.append(sys.argv.pop(1)); "
-    "from ddpdoctor.replay.gradients import main; sys.exit(main())"
-)
-"""`ddpdoctor.replay.gradients` without the working directory, where a script's own ``json.py`` may
-be. The capsule restores the path of the job."""
-
-
 def _replayed(directory: Path) -> Comparison | None:
     """Compute the kept step of a run again, in another process. None without one."""
     if not list(directory.glob("capsule-*.pickle")):
         return None
-    here = str(Path(ddpdoctor.__file__).parents[1])
-    command = [sys.executable, "-c", _COMPUTE, here, str(directory)]
+    command = in_own_process(str(directory), module="ddpdoctor.replay.gradients")
     try:
         done = subprocess.run(
             command, capture_output=True, timeout=REPLAY_TIMEOUT, stdin=subprocess.DEVNULL

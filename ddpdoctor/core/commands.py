@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 COMMANDS = {
     "run": "Start a distributed job, watch it, and report what is wrong.",
     "lint": "Find misuse of DDP in training code without running it.",
@@ -20,6 +23,25 @@ COMMANDS = {
     "report": "Show a finished run (text, HTML, trace), or diagnose a plain log.",
     "compare": "Compare two runs: speed, memory, what changed; a gate for CI.",
     "runs": "List your runs: status, age, size, verdict; remove old ones.",
+    "mcp": "Serve an AI assistant by the Model Context Protocol: runs, findings, stacks.",
     "explain": "Explain a finding by its code or name.",
     "completion": "Print the script by which a shell completes commands and options.",
 }
+
+_PROGRAM = (
+    "import sys; sys.path = [each for each in sys.path if each]; sys.path.append(sys.argv.pop(1)); "
+    "from {} import main; sys.exit(main(sys.argv[1:]))"
+)
+
+
+def in_own_process(*words: str, module: str = "ddpdoctor.cli") -> list[str]:
+    """Return the command that runs ddpdoctor in another process of this Python.
+
+    The working directory is not on its path, since a script's own ``json.py`` may be there.
+
+    Args:
+        words: What follows ``ddpdoctor`` on the command line.
+        module: The module whose ``main`` reads them.
+    """
+    here = str(Path(__file__).parents[2])
+    return [sys.executable, "-c", _PROGRAM.format(module), here, *words]

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import termios
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ddpdoctor.core import opening
+from ddpdoctor.core.commands import in_own_process
 from ddpdoctor.core.errors import DoctorError, Faults
 from ddpdoctor.core.formatting import duration, named, shown
 from ddpdoctor.core.job import DEFAULT_PORT, Command, OwnOptions
@@ -90,7 +90,7 @@ class OwnTerminal:
             self._settings = termios.tcgetattr(_STDIN)
             with open(name, "wb", buffering=0) as output:
                 self._prompt = subprocess.Popen(
-                    [sys.executable, "-m", "ddpdoctor", "debug", str(directory)],
+                    in_own_process("debug", str(directory)),
                     stdout=output,
                     stderr=output,
                     preexec_fn=_take_terminal,

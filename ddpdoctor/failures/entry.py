@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -193,12 +193,6 @@ class Failure:
         """
         return required(self.pattern)
 
-    @property
-    def texts(self) -> tuple[str, ...]:
-        """Long literals of the pattern, by which a person may search for the failure."""
-        runs = (run.strip() for run in _runs(re.sub(r"\[(\w)\w\]", r"\1", self.pattern)))
-        return tuple(run for run in runs if len(run) >= _MIN_SEARCHED)
-
     def match(self, text: str, traceback: str = "") -> Mapping[str, str] | None:
         """Return the groups of the first match in ``text``, or None."""
         found = self.regex.search(text)
@@ -249,26 +243,5 @@ def check_failure(failure: object) -> None:
     for example in failure.examples:
         if failure.regex.search(example) is None:
             raise ValueError(f"{name}: its pattern does not match {example!r}")
-        if not any(text in example for text in (*failure.literals, *failure.texts)):
+        if not any(text in example for text in failure.literals):
             raise ValueError(f"{name}: its pattern has no literal of {MIN_LETTERS} letters")
-
-
-_TOKEN = re.compile(
-    r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?P<\w+>|\(\?<?[:=!]|\(\?\w+\)|\{[\d,]+\}\??|[*+?]\??|."
-)
-_MIN_SEARCHED = 10  # Minimum letters of a text that a person may search for
-
-
-def _runs(pattern: str) -> Iterator[str]:
-    """Yield the literals of a pattern."""
-    run = ""
-    for token in (*_TOKEN.findall(pattern), "|"):
-        is_class = token[0] in "[^$." or (token[0] == "\\" and token[1].isalnum())
-        if token[0] not in "|()*+?{" and not is_class:
-            run += token[-1]
-            continue
-        if token[0] in "*?{":
-            # The letter before it may be missing.
-            run = run[:-1]
-        yield run
-        run = ""

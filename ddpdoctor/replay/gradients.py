@@ -14,7 +14,7 @@ import glob
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -232,11 +232,7 @@ def _one_factor(
     return factor if apart <= (tolerance * factor) ** 2 * square else None
 
 
-def main() -> int:
+def main(words: Sequence[str]) -> int:
     """Print the comparison of a run directory as a JSON object."""
-    print(json.dumps(asdict(compare(sys.argv[1]))))
+    print(json.dumps(asdict(compare(words[0]))))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

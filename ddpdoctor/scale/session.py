@@ -9,15 +9,14 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import ddpdoctor
-import ddpdoctor.diagnose.all_rules
+import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
 from ddpdoctor.core import formatting, opening
+from ddpdoctor.core.commands import in_own_process
 from ddpdoctor.core.errors import HANG, DoctorError
 from ddpdoctor.core.finding import RULES, Finding, Severity, examine
 from ddpdoctor.diagnose.crashes.rank_endings import signal_name
@@ -41,13 +40,6 @@ RUN_OPTIONS = (
 
 THREADS_VARIABLE = "OMP_NUM_THREADS"
 """Set to 1 in every run, as torchrun does with several ranks, unless a person has set it."""
-
-_ENTRY = (
-    "import sys; sys.path = [each for each in sys.path if each]; sys.path.append(sys.argv.pop(1)); "
-    "from ddpdoctor.cli import main; sys.exit(main())"
-)
-"""``python -m ddpdoctor`` with the working directory at the end of the path, since a script's own
-``json.py`` may be there."""
 
 
 class Stopped(BaseException):
@@ -91,12 +83,11 @@ def run_once(
     environment.setdefault(THREADS_VARIABLE, "1")
     if overrides:
         environment[VARIABLE] = " ".join(f"{name}={value}" for name, value in overrides.items())
-    here = str(Path(ddpdoctor.__file__).parents[1])
-    command = [sys.executable, "-c", _ENTRY, here, "run", *RUN_OPTIONS, "--run-dir", str(directory)]
+    command = in_own_process("run", *RUN_OPTIONS, "--run-dir", str(directory), *words)
     try:
         with log.open("wb") as file:
             process = subprocess.Popen(
-                [*command, *words],
+                command,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,

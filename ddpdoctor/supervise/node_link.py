@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ddpdoctor.core.commands import in_own_process
 from ddpdoctor.nodes.alignment import dumped, parsed
 from ddpdoctor.nodes.exchange import Attempt, State
 from ddpdoctor.run.records.base import as_json
@@ -20,7 +21,6 @@ from ddpdoctor.run.records.process import StoreRecord
 from ddpdoctor.run.records.typed_json import decoder
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.stacks.capture import read_declared
-from ddpdoctor.supervise.processes import own_program
 from ddpdoctor.system.proc import readable
 
 JOIN_TIME = 0.5  # Seconds after which all ranks of this node have joined a process group
@@ -140,7 +140,7 @@ class NodeLink:
         words = [str(self._directory), str(self._journal_bytes), str(self._launcher)]
         words += ["--debug-nodes"] if self._debug_nodes else []
         self._process = subprocess.Popen(
-            own_program("ddpdoctor.nodes.exchange", *words),
+            in_own_process(*words, module="ddpdoctor.nodes.exchange"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -16,10 +16,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from ddpdoctor.run.names import MARK
@@ -168,18 +166,3 @@ def send(process: Process, number: int) -> bool:
         if descriptor >= 0:
             os.close(descriptor)
     return True
-
-
-_PROGRAM = """\
-import importlib, sys
-sys.path[0] = sys.argv.pop(1)
-importlib.import_module(sys.argv.pop(1)).main(sys.argv[1:])
-"""
-
-
-def own_program(module: str, *words: str) -> list[str]:
-    """Return the command that runs ``main`` of one of our modules in a separate process.
-
-    ``python -m`` would put the working directory, with the job's modules, first in the path.
-    """
-    return [sys.executable, "-c", _PROGRAM, str(Path(__file__).parents[2]), module, *words]

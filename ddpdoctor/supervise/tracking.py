@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ddpdoctor.supervise.processes import own_program
+from ddpdoctor.core.commands import in_own_process
 from ddpdoctor.system.proc import readable
 
 END_TIMEOUT = 15.0  # Seconds to send the end of the run
@@ -34,7 +34,7 @@ class Tracking:
         self._output = b""
         with open(directory / OUTPUT, "wb", buffering=0) as log:
             self._process = subprocess.Popen(
-                own_program("ddpdoctor.trackers.follow", str(directory), *targets),
+                in_own_process(str(directory), *targets, module="ddpdoctor.trackers.follow"),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

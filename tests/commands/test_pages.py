@@ -6,8 +6,9 @@ import re
 
 import pytest
 
-from ddpdoctor.commands.explain import entries, main, reflow
+from ddpdoctor.commands.explain import _meant, entries, main, reflow
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.failures.table import TABLE
 
 PAGES = {code: entry.page for code, entry in entries().items()}
 SECTIONS = [
@@ -57,6 +58,14 @@ def test_text_is_wrapped_and_code_is_not() -> None:
         ("Straggl", "DDP610"),
         ("unexpected pos", "DDP935"),
         ("Mismatched NCCL version", "DDP920"),
+        ("already in use", "DDP002"),
+        ("[rank1]: RuntimeError: CUDA error: invalid device ordinal", "DDP927"),
+        (
+            "Traceback (most recent call last):\n"
+            '  File "train.py", line 7, in <module>\n'
+            "RuntimeError: DataLoader worker (pid 4711) is killed by signal: Aborted.",
+            "DDP931",
+        ),
     ],
 )
 def test_a_page_by_code_name_part_of_a_name_or_text_of_an_error(
@@ -64,6 +73,13 @@ def test_a_page_by_code_name_part_of_a_name_or_text_of_an_error(
 ) -> None:
     assert main([word]) == 0
     assert capsys.readouterr().out.startswith(f"{code} {entries()[code].name} (")
+
+
+def test_each_known_failure_leads_to_its_page() -> None:
+    """By its text as it was printed, whole."""
+    for failure in TABLE:
+        for example in failure.examples:
+            assert failure.code in _meant(example, entries())
 
 
 def test_a_part_of_several_names_lists_them(capsys: pytest.CaptureFixture[str]) -> None:

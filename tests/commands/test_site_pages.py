@@ -8,8 +8,9 @@ import re
 import pytest
 
 from ddpdoctor.commands.explain import entries
+from ddpdoctor.failures.table import TABLE
 from tests.conftest import ROOT
-from tools.site_pages import FAMILIES, pages, rule_page, with_links_of
+from tools.site_pages import FAMILIES, llms, pages, rule_page, with_links_of
 
 PAGES = pages()
 
@@ -43,7 +44,23 @@ def test_an_example_is_code() -> None:
 
 
 def test_a_failure_is_found_by_the_text_of_its_error() -> None:
-    assert "- `Duplicate GPU detected`" in rule_page("DDP203")
+    assert "NCCL WARN Duplicate GPU detected" in rule_page("DDP203")
+    index = PAGES["errors.md"]
+    codes = {failure.code for failure in TABLE} - {"DDP900"}
+    assert all(f"](rules/{code}.md) |" in index for code in codes)
+
+
+def test_assistants_find_each_page_in_llms_txt() -> None:
+    found = llms([{"Home": "index.md"}, {"More": ["rules/index.md", {"Run": "run.md"}]}])
+    assert found.splitlines()[-3:] == [
+        "- [Home](./): ddpdoctor", "- [Rules](rules/)", "- [Run](run/): Run a job"
+    ]  # fmt: skip
+
+
+def test_each_page_of_docs_is_in_the_navigation() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text()
+    docs = ROOT / "docs"
+    assert all(str(path.relative_to(docs)) in nav for path in docs.rglob("*.md"))
 
 
 def test_links_of_a_guide_lead_to_pages_or_become_text() -> None:
