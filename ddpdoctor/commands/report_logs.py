@@ -13,8 +13,9 @@ from ddpdoctor.core.formatting import count
 from ddpdoctor.core.job import Command, OwnOptions
 from ddpdoctor.core.options import Given, Selection
 from ddpdoctor.failures import verdict
+from ddpdoctor.failures.files import log_names, texts_of
 from ddpdoctor.failures.lines import Redactor
-from ddpdoctor.failures.log import LogReader, log_names, texts_of
+from ddpdoctor.failures.log import LogReader
 from ddpdoctor.failures.occurrences import Occurrence
 from ddpdoctor.render import json_lines, reporter
 from ddpdoctor.system.proc import pause

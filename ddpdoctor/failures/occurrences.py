@@ -30,7 +30,7 @@ _REPORTED = re.compile(
     r"|slurmstepd|srun:|ERROR:|\s*exitcode\s*:|\[?[IWEF](?:\d{3,4} | \S+\.cpp)|\[Rank \d)"
     r"|Memory access fault|: error: |NCCL WARN|Warning: |\(exitcode: |THCudaCheck FAIL|OMP: Error"
     r"|\bfork: |UCX +ERROR|initialize NVML: |aborting with error : HSA|Duplicate GPU detected"
-    r"|\bNVLink |PCIe Bus Error|thermal shutdown"
+    r"|\bNVLink |NVRM: |PCIe Bus Error|thermal shutdown"
 )
 """How a failure reports itself. Other lines that mention one are the job's own remarks."""
 

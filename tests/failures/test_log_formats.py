@@ -18,9 +18,10 @@ import pytest
 from ddpdoctor.commands import report
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.failures import log
+from ddpdoctor.failures import files
+from ddpdoctor.failures.files import recoded
 from ddpdoctor.failures.lines import split_line, time_of
-from ddpdoctor.failures.log import read, recoded
+from ddpdoctor.failures.log import read
 from ddpdoctor.failures.verdict import findings
 
 TRACEBACK = """\
@@ -292,7 +293,7 @@ def test_zstd_takes_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "compression.zstd", None)
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(DoctorError, match="is compressed with zstd") as raised:
-        list(log.unpacked("job.zst", io.BytesIO(b"\x28\xb5\x2f\xfd and more")))
+        list(files.unpacked("job.zst", io.BytesIO(b"\x28\xb5\x2f\xfd and more")))
     assert "pip install zstandard" in raised.value.hint
 
 
