@@ -51,6 +51,7 @@ _PREFIX = re.compile(
     r"|\[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]? "
     r"|(?:stderr|stdout|STDERR|STDOUT)\s?[:|] ?"  # accelerate
     r"|> ?"  # mail and issues
+    r"| {0,20}\| (?=\[rank\d|Traceback \(| {2,4}File \")"  # A tree of rich
     # The level of a logger before each line of a traceback.
     r'|\[(?:ERROR|CRITICAL)\] {1,2}(?=  File "| {4}|Traceback \(|[\w.]+(?:Error|Exception)\b)'
     # A comment, as people post logs.
@@ -111,12 +112,12 @@ def split_line(text: str) -> Line:
     return Line(rank, False, text, who.removeprefix("slurmstepd-"))
 
 
-def without_bar(text: str) -> str:
-    """Return the text after a progress bar in a line."""
+def split_bar(text: str) -> list[str]:
+    """Return a progress bar in a line, and the text after it."""
     if "%|" not in text and "it [" not in text:
-        return text
+        return [text]
     end = max((bar.end() for bar in _BAR.finditer(text)), default=0)
-    return text[end:] if text[end:].strip() else text
+    return [text[:end], text[end:]] if end and text[end:].strip() else [text]
 
 
 def shape(prefix: str) -> re.Pattern[str]:
@@ -132,6 +133,8 @@ LONGEST = 1 << 16  # Maximum bytes of a line that are read, since searching mega
 
 HEAD = "Traceback (most recent call last)"
 _GLUED = re.compile(rf'(?<=\S)(?=  File "|{re.escape(HEAD)})')
+_STATUS_BEFORE = re.compile(rf"(exitcode: -?\d+\)[^\n]*) (?={re.escape(HEAD)})")
+"""The line of torchrun before its own traceback, where a post lost its line breaks."""
 _PADDED = re.compile(r"(?<=\S) {16,}(?=\S)")  # Between lines that were copied from a terminal
 _ITEMS = re.compile(r"\\n['\"](?:, ['\"]|\]\s*$)")
 """Separates the lines of a traceback that was printed as a list, and ends it."""
@@ -188,12 +191,13 @@ def segments(raw: bytes) -> list[str]:
     """Return the texts of a raw line, including those that a terminal overwrites.
 
     Progress bars redraw themselves after a carriage return, and errors stand before and after them.
-    Text after a bar is separate, and so is each line of a quoted text.
+    A bar and the text after it are separate, and so is each line of a quoted text.
     """
     parts = raw.rstrip(b"\r\n").split(b"\r")
     if len(parts) > _REDRAWN:
         parts = _drawn(parts)
-    texts = [without_bar(_text(part)) for part in parts[:_FIRST] + parts[_FIRST:][-_FIRST:]]
+    read = parts[:_FIRST] + parts[_FIRST:][-_FIRST:]
+    texts = [text for part in read for text in split_bar(_text(part))]
     if len(parts) > 1:
         mark = _mark_of(_text(parts[0]))
         marked = (text if text.startswith(mark) else mark + text for text in texts if text)
@@ -230,6 +234,8 @@ def _unquoted(text: str) -> list[str]:
         return [part if part.startswith(mark) else mark + part for part in parts]
     if "tKeyboardInterrupt" in text:
         text = text.replace("tKeyboardInterrupt", "t\nKeyboardInterrupt")
+    elif HEAD in text and "exitcode: " in text:
+        text = _STATUS_BEFORE.sub(r"\1\n", text)
     elif text.count(HEAD) > 1 or text.count('  File "') > 1:
         text = _GLUED.sub("\n", _PADDED.sub("\n  ", text))
     return text.split("\n")

@@ -7,9 +7,10 @@ from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.opening import whole
 from ddpdoctor.failures import recognise
-from ddpdoctor.failures.entry import Weight
+from ddpdoctor.failures.entry import Failure, Weight
 from ddpdoctor.failures.lines import (
     TASK,
     Line,
@@ -79,6 +80,9 @@ _ENDS_WITH = replace(
     says="printed a line that tells of a failure",
 )
 """What is said of a log that shows no known failure, but ends with words for one."""
+
+_SPAWNING = re.compile(r"[/\\]torch[/\\]multiprocessing[/\\]spawn")
+"""In the traceback of a process that waits for those that it spawned."""
 
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
 
@@ -198,10 +202,15 @@ class LogReader:
     def _last_words(self, after: int) -> list[Occurrence]:
         """Return the last lines that tell of a failure, unless the job goes on or was done.
 
+        Some of them mention a known cause without the form in which it reports itself.
+
         Args:
             after: The last line of the exceptions, which are known.
         """
         found: list[Occurrence] = []
+        mentions = {
+            e.line: _likely(e, e.failure) for e in self._occurrences if e.mention and e.failure
+        }
         plain, offset = 0, self._offset
         for back, text in enumerate(reversed(list(self._past))):
             line, number = split_line(text), self._number - back - 1
@@ -211,7 +220,10 @@ class LogReader:
             if DONE.search(line.text):
                 return []
             plain += is_plain(line.text) and WORDS.search(line.text) is not None
-            if tells_of_failure(line.text):
+            if number in mentions:
+                plain = 0
+                found.append(mentions[number])
+            elif tells_of_failure(line.text):
                 plain = 0
                 found.append(
                     Occurrence(
@@ -406,7 +418,7 @@ class LogReader:
         if not message and not printed.frames:
             return
         failure, groups = printed.known
-        if not message and LAUNCHER.search(printed.text):
+        if not message and (LAUNCHER.search(printed.text) or _SPAWNING.search(printed.text)):
             failure = _NOTICED
         self._add(
             Occurrence(
@@ -503,6 +515,12 @@ def _named_later(found: Sequence[Occurrence]) -> set[int]:
         elif each.failure is not None and each.failure.known.name == "launch":
             ranks.clear()
     return later
+
+
+def _likely(mention: Occurrence, failure: Failure) -> Occurrence:
+    """Return the mention of a cause with which a log ends, which is likely what it ended of."""
+    failure = replace(failure, likely=True, severity=Severity.WARNING)
+    return replace(mention, failure=failure, mention=False, final=True)
 
 
 def _may_hold_back(occurrence: Occurrence) -> bool:

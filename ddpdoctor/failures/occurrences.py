@@ -340,7 +340,9 @@ class _Log:
 
     def close(self) -> None:
         """Finish the log. A launcher's first lines may be buffered until its end."""
-        if _is_tail(self.runs[-1]) and len(self.runs) > 1:
+        last = self.runs[-1]
+        begun = last and all(_is(each, "launch") and not each.behind for each in last)
+        if (begun or _is_tail(last)) and len(self.runs) > 1:
             self._join()
         border = _appended(self.runs[-1])
         if border is not None:

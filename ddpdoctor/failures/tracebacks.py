@@ -26,7 +26,7 @@ FRAME = re.compile(r'^\s*File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:, in (?P
 _EXCEPTION = re.compile(
     r"^(?!(?:Failures|Epoch|Step|Loss|Iter|INFO|WARNING|DEBUG|ERROR)\b)(?:[A-Za-z_]\w*\.)*"
     r"(?:(?:_?[A-Z]\w*|nccl[A-Z]\w+Error|error|gaierror|herror|timeout)(?:\([\w.]+\))?(?:: |:$)"
-    r"|(?<=\.)\w+$"
+    r"|(?<=\.)[A-Z]\w*$"
     r"|\w*(?:Error|Exception|Interrupt|Exit|Iteration)$|\w*(?:Error|Exception):(?=[A-Z]))"
 )
 _NAMED = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Exit|Iteration)\b|(?:\w+\.)+\w+")

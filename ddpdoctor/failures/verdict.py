@@ -202,8 +202,7 @@ def found_in(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]
     occurrences = _without_later_ends(_without_limits(_without_yielding(occurrences)))
     if not any(_may_have_ended_it(e) and name_of(e) != LAST_WORDS for e in occurrences):
         return [each for each in occurrences if name_of(each) == LAST_WORDS], False
-    causes = _ending(occurrences, Weight.DECISIVE, Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM)
-    if causes := _without_warnings(causes):
+    if causes := _explaining(occurrences):
         before = _raised_before(causes[0], occurrences)
         return _undefined_last(_ordered(before or causes)), not before
     return _lesser(occurrences)
@@ -236,11 +235,15 @@ def _is_unsure(each: Occurrence) -> bool:
     return each.weight >= Weight.SYMPTOM and (each.uncaught or near)
 
 
-def _without_warnings(causes: list[Occurrence]) -> list[Occurrence]:
-    """Drop warnings that no exception confirms, since the job continued after them."""
-    raised = [each for each in causes if each.traceback]
-    follows = any(_OF_GPU.search(each.text) for each in raised)
-    return causes if follows or not raised else [each for each in causes if not each.warned]
+def _explaining(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
+    """Return the ends of the greatest weight that may be a cause.
+
+    A warning counts if nothing else does, or if an exception about the GPU confirms it.
+    """
+    weights = (Weight.DECISIVE, Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM)
+    sure = _ending([each for each in occurrences if not each.warned], *weights)
+    confirms = any(each.traceback and _OF_GPU.search(each.text) for each in sure)
+    return sure if sure and not confirms else _ending(occurrences, *weights)
 
 
 def _ending(occurrences: Sequence[Occurrence], *weights: Weight) -> list[Occurrence]:
