@@ -136,6 +136,11 @@ class Occurrence:
         return not self.traceback and _PYTHON_WARNING.search(self.text) is not None
 
 
+def name_of(each: Occurrence) -> str:
+    """Return the name of a failure in the table, or ``exception``."""
+    return "exception" if each.failure is None else each.failure.known.name
+
+
 def corrected(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
     """Correct the occurrences of a whole log, in the order of its lines, by each other."""
     found = _once(occurrences)

@@ -46,7 +46,7 @@ _FEW = 50  # Maximum number of new shapes in a block of a log that repeats itsel
 _NUMBERS = b"0123456789."
 
 
-AT_THE_END = ("left-behind", "store-barrier-waits", "lightning-member")
+AT_THE_END = ("left-behind", "store-barrier-waits", "lightning-member", "loss-scale-falls")
 """Entries of little weight that count only if nothing follows."""
 
 

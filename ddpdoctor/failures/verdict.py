@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import named
 from ddpdoctor.core.opening import whole
-from ddpdoctor.failures import matching_line
+from ddpdoctor.failures import advice, matching_line
 from ddpdoctor.failures.entry import Failure, Weight
 from ddpdoctor.failures.lines import shortened
-from ddpdoctor.failures.occurrences import LAST_WORDS, LATER, STATUS, Occurrence, Runs, split
+from ddpdoctor.failures.occurrences import (
+    LAST_WORDS,
+    LATER,
+    STATUS,
+    Occurrence,
+    Runs,
+    name_of,
+    split,
+)
 
 # -- Ranks of torchrun's report, for exceptions without a rank
 
@@ -348,11 +356,6 @@ def _is_dated(each: Occurrence) -> bool:
     return _SUMMARY.match(each.text) is not None and each.time is not None
 
 
-def name_of(each: Occurrence) -> str:
-    """Return the name of a failure in the table, or ``exception``."""
-    return "exception" if each.failure is None else each.failure.known.name
-
-
 def _wrappers_ordered(wrappers: Sequence[Occurrence]) -> list[Occurrence]:
     """Sort ranks with status 1 before those that torchrun stopped, and before its exception.
 
@@ -390,7 +393,6 @@ def is_timed(occurrences: Sequence[Occurrence]) -> bool:
 # -- The verdict
 
 
-_FIX = "Fix this exception first; failures of other ranks follow from it."
 _WHOSE = "lines do not say whose they are, and the log goes on after it"
 _CUT = "an exception whose message is cut off in the log"
 _SHOWN = 3
@@ -577,7 +579,7 @@ def _of_first(
         ranks=(int(guilty),) if guilty else tuple(sorted(failed)),
         location=raised.location,
         evidence=tuple(evidence),
-        fix=_FIX if failure is None else failure.advised(first.groups) + _next_steps(first, all_),
+        fix=_fix(first, failed, all_),
         traceback=raised.traceback,
     )
 
@@ -587,6 +589,12 @@ def _raised(first: Occurrence, alike: Sequence[Occurrence]) -> Occurrence:
     own = (each for each in alike if each.location and each.rank in (None, first.rank))
     shown = first.traceback or first.weight != Weight.CAUSE
     return first if shown else next(own, first)
+
+
+def _fix(first: Occurrence, failed: Collection[int], all_: Sequence[Occurrence]) -> str:
+    if first.failure is None:
+        return advice.for_exception(first, failed, all_)
+    return first.failure.advised(first.groups) + advice.for_timeout(first, all_)
 
 
 def _of_late(
@@ -604,7 +612,7 @@ def _of_late(
         location=first.location,
         evidence=(*seen, *_facts(own[0] if own else first, all_)),
         fix="See what it did instead: a branch on the rank, batches of unequal number, a slow save "
-        "or evaluation, a crash. `ddpdoctor run` names the line." + _next_steps(first, all_),
+        "or evaluation, a crash. `ddpdoctor run` names the line." + advice.for_timeout(first, all_),
         traceback=first.traceback,
     )
 
@@ -627,50 +635,13 @@ def _not_understood(first: Occurrence, remarks: Sequence[Occurrence]) -> Finding
     )
 
 
-_RECORD = (
-    "To know more, run it with TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 "
-    "TORCH_FR_DUMP_TEMP_FILE=/shared/fr_ (before 2.8 TORCH_NCCL_TRACE_BUFFER_SIZE, before 2.9 "
-    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE): `ddpdoctor report --flight /shared` names rank and line."
-)
-_DUMPED = (
-    "If torch's Flight Recorder was on, as it is by default from torch 2.12, `ddpdoctor report "
-    "--flight DIR` reads what each rank wrote: DIR is that of TORCH_FR_DUMP_TEMP_FILE, else "
-    "~/.cache/torch or /tmp of each node."
-)
-_FIRST_ONE = (
-    "It is the first collective: try NCCL_P2P_DISABLE=1 (GPUs of one node), NCCL_IB_DISABLE=1 and "
-    "NCCL_SOCKET_IFNAME (several nodes), one at a time."
-)
-_PREPARES = re.compile(
-    r"(?i)\b(?:map|tokeniz|pre-?process|download|load|cach|pack|index|sav|checkpoint|evaluat"
-    r"|validat)"
-)
-_SLOW = (
-    "Where one rank prepares data or saves while the others wait: do it before the start, or "
-    "init_process_group(timeout=timedelta(hours=2))."
-)
-
-
-def _next_steps(first: Occurrence, all_: Sequence[Occurrence]) -> str:
-    """Return what else to do after a timeout of NCCL, as far as the log shows it."""
-    if name_of(first) not in ("nccl-timeout", "watchdog-stuck", "timed-out-elsewhere"):
-        return ""
-    texts = [each.text for each in all_]
-    off = any("FlightRecorder is disabled" in text for text in texts)
-    dumped = any("preparing to dump debug info" in text for text in texts)
-    steps = (
-        _FIRST_ONE if first.groups.get("seq") == "1" else "",
-        _SLOW if _PREPARES.search(first.doing) else "",
-        _DUMPED if dumped and not off else "",
-        _RECORD,
-    )
-    return "".join(f" {step}" for step in steps if step)
-
-
 def _facts(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
     """Yield earlier lines, other affected ranks, and doubts about its line."""
+    if first.failure is None:
+        yield from advice.where(first)
     if first.doing:
         yield f"before it the log says: {shortened(first.doing, 120)}"
+    yield from _scale_fell([each for each in all_ if each.order < first.order])
     all_in_it = together(all_) if name_of(first) == "nccl-timeout" else ()
     if all_in_it:
         yield (
@@ -689,6 +660,14 @@ def _facts(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
     if first.interleaved:
         yield "tracebacks of several processes are mixed here: its line is not certain"
     yield from _warned(first, [each for each in all_ if each.order < first.order])
+
+
+def _scale_fell(before: Sequence[Occurrence]) -> Iterator[str]:
+    """Report that gradients overflowed again and again before a failure."""
+    scales = [each for each in before if name_of(each) == "loss-scale-falls"]
+    if len(scales) >= _SHOWN:
+        fell = f"the loss scale fell {len(scales)} times, to {scales[-1].groups['scale']}"
+        yield f"before it {fell}: the gradients overflowed"
 
 
 def _warned(first: Occurrence, before: Sequence[Occurrence]) -> Iterator[str]:
