@@ -134,6 +134,12 @@ def _is_log(name: str) -> bool:
     return _NO_TEXT.search(name) is None
 
 
+def is_no_text(first: bytes) -> bool:
+    """Return whether a file that begins so is no log. Its encoding may not be UTF-8."""
+    head = first[:_PEEK]
+    return b"\0" in head or head.decode("utf-8", "replace").count("\ufffd") > len(head) // 4
+
+
 def recoded(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Yield a text as UTF-8. Its byte order mark, or its zeros, tell the encoding."""
     first = next(chunks, b"")

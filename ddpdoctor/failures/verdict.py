@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.core.formatting import named
+from ddpdoctor.core.formatting import count, named
 from ddpdoctor.core.opening import whole
 from ddpdoctor.failures import advice, matching_line
 from ddpdoctor.failures.entry import Failure, Weight
@@ -795,10 +795,18 @@ def _consequences(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str
         lesser = Weight.CONSEQUENCE <= each.weight < first.weight and each.final
         if lesser and each.rank is not None and each.rank != first.rank:
             by_rank.setdefault(each.rank, each)
-    lost = list(by_rank.values())
-    yield from (_later(each, first, "as a consequence") for each in lost[:_SHOWN])
-    if len(lost) > _SHOWN:
-        yield f"{len(lost) - _SHOWN} more ranks failed after it"
+    alike: dict[str, list[Occurrence]] = defaultdict(list)
+    for each in by_rank.values():
+        alike[_said(each)].append(each)
+    for said, several in [*alike.items()][:_SHOWN]:
+        ranks = sorted(rank for rank, each in by_rank.items() if each in several)
+        yield (
+            _later(several[0], first, "as a consequence")
+            if len(ranks) == 1
+            else f"{named(ranks)}, as a consequence: each {said}"
+        )
+    if more := sum(map(len, [*alike.values()][_SHOWN:])):
+        yield f"{count(more, 'more rank')} failed after it"
 
 
 def _later(each: Occurrence, first: Occurrence, why: str) -> str:
@@ -806,8 +814,13 @@ def _later(each: Occurrence, first: Occurrence, why: str) -> str:
     if each.time is not None and first.time is not None:
         seconds = each.time - first.time
         delay = f" {seconds:.0f} s later" if _TOGETHER <= seconds <= ONE_RUN else ""
-    what = shortened(each.text.partition("\n")[0], 120) or _CUT
     if each.failure is not None:
-        what = each.failure.said(each.groups)
-        return f"{_subject(each)}{delay}, {why}: it {what}"
-    return f"{_subject(each)} failed{delay}, {why}: {what}"
+        return f"{_subject(each)}{delay}, {why}: it {_said(each)}"
+    return f"{_subject(each)} failed{delay}, {why}: {_said(each)}"
+
+
+def _said(each: Occurrence) -> str:
+    """Return what is said of a failure, without whose it is."""
+    if each.failure is None:
+        return shortened(each.text.partition("\n")[0], 120) or _CUT
+    return each.failure.said(each.groups)

@@ -394,3 +394,22 @@ def test_a_cut_traceback_says_less_than_a_lost_peer() -> None:
 def test_an_exception_in_a_debugger_is_quoted() -> None:
     found = one("Exception has occurred: KeyError\n'lr'\n\n  File \"a.py\", line 3, in main\n")
     assert found.code == "DDP900"
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "nothing in it"),
+        (b"\x7fELF\x02\x01\0\0\0", "does not begin with text"),
+        ("größere Schritte\n".encode("latin-1"), ""),
+        ("训练步骤 1\n".encode(), ""),
+    ],
+)
+def test_a_file_that_is_no_log_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: bytes, said: str
+) -> None:
+    (tmp_path / "a.log").write_bytes(data)
+    assert report.main(["--log", str(tmp_path / "a.log")]) == 0
+    told = "".join(capsys.readouterr())
+    assert said in told
+    assert ("nothing in it" in told or "does not begin" in told) == bool(said)
