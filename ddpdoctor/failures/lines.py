@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 import os
 import re
 import time
@@ -53,7 +54,8 @@ _PREFIX = re.compile(
     r"|> ?"  # mail and issues
     r"| {0,20}\| (?=\[rank\d|Traceback \(| {2,4}File \")"  # A tree of rich
     # The level of a logger before each line of a traceback.
-    r'|\[(?:ERROR|CRITICAL)\] {1,2}(?=  File "| {4}|Traceback \(|[\w.]+(?:Error|Exception)\b)'
+    r"|(?:\[(?:ERROR|CRITICAL)\] {1,2}|(?:ERROR|CRITICAL|FATAL|INFO|WARNING):[\w.-]{1,60}:)"
+    r'(?=  File "| {4}|Traceback \(|[\w.]+(?:Error|Exception)\b)'
     # A comment, as people post logs.
     r"|# (?=\[?rank|\s*File \"|Traceback|[\w.]+(?:Error|Exception|Interrupt)\b|[EW]\d{3,4} "
     r"|\[\d|\s|=|-)"
@@ -155,6 +157,11 @@ _REDRAWN = 5  # Times that a redrawn progress bar is read
 _OF_BARS = b"0123456789.,:%|/<>#=? " + "█▏▎▍▌▋▊▉".encode()
 """Characters that change when a bar is redrawn."""
 
+_ENTITY = re.compile(r"&(?:quot|apos|lt|gt|amp|#x27|#39);")
+_TYPED = str.maketrans("\u2018\u2019\u201c\u201d", "''\"\"")
+_BOLD = re.compile(r"^\*\*([^\s*][^\n]{0,2000}[^\s*])\*\*$")
+"""What web pages and editors make of quotes, and posters of the line that they think matters."""
+
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _GLOG = re.compile(r"\b[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
 _ISO = re.compile(r"\b(\d{4})-(\d\d)-(\d\d)[T _](\d\d):(\d\d):(\d\d)(?:[.,](\d{1,9}))?")
@@ -244,7 +251,36 @@ def _unquoted(text: str) -> list[str]:
 def _text(raw: bytes) -> str:
     if len(raw) > LONGEST:
         raw = raw[: LONGEST // 2] + b" ... " + raw[-LONGEST // 2 :]
-    return _CONTROL.sub("", raw.decode("utf-8", "replace"))
+    text = _CONTROL.sub("", raw.decode("utf-8", "replace"))
+    if b"&" in raw and _ENTITY.search(text):
+        text = html.unescape(text)
+    if b"\xe2\x80" in raw:
+        text = text.translate(_TYPED)
+    return _BOLD.sub(r"\1", text) if text.endswith("**") else text
+
+
+_SAMPLED = 40  # Lines of a log's beginning that all have a margin, if it has one
+_MIN_MARGIN = 4
+"""Letters of a margin. Frames of a traceback have fewer."""
+
+_NUMBERED = re.compile(rb"(?m)^ {0,6}(\d{1,6})(?:\t| {1,2}| ?\| ?)")
+
+
+def margin_of(first: bytes) -> re.Pattern[bytes] | None:
+    """Return what each line of a log begins with: blanks, as in a post, or its number. Else None.
+
+    Args:
+        first: The beginning of the log.
+    """
+    lines = first[:LONGEST].split(b"\n", _SAMPLED)[:_SAMPLED]
+    numbers = [whole(found[1]) for found in map(_NUMBERED.match, lines) if found]
+    full = [line for line in lines if line.strip()]
+    if len(full) < 3:
+        return None
+    if numbers[:1] and numbers == [*range(numbers[0], numbers[0] + len(full))]:
+        return _NUMBERED
+    blanks = min(len(line) - len(line.lstrip(b" ")) for line in full)
+    return re.compile(rb"(?m)^ {%d}" % blanks) if blanks >= _MIN_MARGIN else None
 
 
 def rank_of_file(path: str) -> int | None:

@@ -10,11 +10,12 @@ from dataclasses import replace
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.opening import whole
 from ddpdoctor.failures import recognise
-from ddpdoctor.failures.entry import Failure, Weight
+from ddpdoctor.failures.entry import Weight
 from ddpdoctor.failures.lines import (
     TASK,
     Line,
     clean,
+    margin_of,
     rank_of_file,
     segments,
     split_line,
@@ -28,6 +29,7 @@ from ddpdoctor.failures.occurrences import (
     Occurrence,
     corrected,
     is_mention,
+    likely,
 )
 from ddpdoctor.failures.scan import AT_THE_END, Scan
 from ddpdoctor.failures.table import TABLE
@@ -114,6 +116,7 @@ class LogReader:
         self._rest = b""
         self._offset = 0
         self._number = 1
+        self._margin: re.Pattern[bytes] | None = None
         self._newest_first: list[bytes] = []
         """The pieces of a log whose newest line comes first, which is read when it is complete."""
 
@@ -124,7 +127,7 @@ class LogReader:
             if self.size < _MAX_TURNED:
                 return
             data, self._newest_first = b"".join(self._newest_first), []
-        data = self._rest + data
+        data = self._rest + self._without_margin(data)
         end = data.rfind(b"\n", 0, max(0, len(data) - _ENDS)) + 1
         if not end and len(data) > _LONGEST:
             end = len(data)
@@ -137,6 +140,15 @@ class LogReader:
             stop = data.find(b"\n", start + (_ENDS if is_head else _BLOCK), end) + 1 or end
             self._block(data[start:stop], is_end=is_head)
             start = stop
+
+    def _without_margin(self, data: bytes) -> bytes:
+        if not self.size:
+            self._margin = margin_of(data)
+        if self._margin is None:
+            return data
+        # The piece may begin within a line.
+        start = data.find(b"\n") + 1 if self._rest and not self._rest.endswith(b"\n") else 0
+        return data[:start] + self._margin.sub(b"", data[start:])
 
     @property
     def size(self) -> int:
@@ -209,7 +221,9 @@ class LogReader:
         """
         found: list[Occurrence] = []
         mentions = {
-            e.line: _likely(e, e.failure) for e in self._occurrences if e.mention and e.failure
+            each.line: likely(each, each.failure, Severity.WARNING)
+            for each in self._occurrences
+            if each.mention and each.failure
         }
         plain, offset = 0, self._offset
         for back, text in enumerate(reversed(list(self._past))):
@@ -515,12 +529,6 @@ def _named_later(found: Sequence[Occurrence]) -> set[int]:
         elif each.failure is not None and each.failure.known.name == "launch":
             ranks.clear()
     return later
-
-
-def _likely(mention: Occurrence, failure: Failure) -> Occurrence:
-    """Return the mention of a cause with which a log ends, which is likely what it ended of."""
-    failure = replace(failure, likely=True, severity=Severity.WARNING)
-    return replace(mention, failure=failure, mention=False, final=True)
 
 
 def _may_hold_back(occurrence: Occurrence) -> bool:

@@ -20,6 +20,7 @@ from ddpdoctor.failures.occurrences import (
     STATUS,
     Occurrence,
     Runs,
+    likely,
     name_of,
     split,
 )
@@ -222,6 +223,8 @@ def _lesser(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]:
     unsure = [each for each in occurrences if _is_unsure(each) and not (each.mention and lost)]
     if unsure:
         return _ordered(unsure)[-1:], False
+    if said := _without_types(lost, occurrences):
+        return _ordered(said), True
     if lost:
         return _ordered(lost), lost[0].weight == Weight.STOPPED
     mention = [each for each in occurrences if each.mention and each.behind < LATER]
@@ -230,6 +233,19 @@ def _lesser(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]:
     wrappers = [each for each in occurrences if each.weight == Weight.WRAPPER]
     remarks = [each for each in occurrences if each.weight == Weight.REMARK and each.final]
     return _wrappers_ordered(wrappers) or remarks, False
+
+
+def _without_types(
+    cut: Sequence[Occurrence], occurrences: Sequence[Occurrence]
+) -> list[Occurrence]:
+    """Return the known messages that follow exceptions whose types are cut off."""
+    if not cut or any(each.text for each in cut):
+        return []
+    return [
+        likely(each, each.failure, each.failure.severity)
+        for each in occurrences
+        if each.mention and each.failure and each.order > cut[0].order
+    ]
 
 
 def _may_have_ended_it(each: Occurrence) -> bool:
