@@ -10,6 +10,7 @@ from ddpdoctor.core.formatting import named
 from ddpdoctor.failures.entry import Weight
 from ddpdoctor.failures.lines import users_file
 from ddpdoctor.failures.occurrences import Occurrence, name_of
+from ddpdoctor.failures.table import ADVICE
 from ddpdoctor.failures.tracebacks import FRAME
 
 # -- Exceptions that the table of failures does not know
@@ -27,49 +28,6 @@ _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]|.*[/\\]python\d[\d.
 
 _IN_WORKER = re.compile(r"_utils[/\\]worker\.py\"|Caught \w+ in DataLoader worker")
 _COLLATES = re.compile(r"_utils[/\\]collate\.py\"")
-
-_BY_TYPE = (
-    (
-        r"ModuleNotFoundError: No module named '([\w.]+)'",
-        r"`python -m pip show \1` in the environment of the ranks, on their node: it is not "
-        "installed there, or PYTHONPATH lacks its directory.",
-    ),
-    (
-        r"ImportError: cannot import name|AttributeError: (?:partially initialized )?module '"
-        r"|TypeError: [^\n]{0,200}unexpected keyword argument",
-        "The package has another version than this code was written for: compare `pip show` with "
-        "what its requirements name.",
-    ),
-    (
-        r"(?:FileNotFound|NotADirectory)Error|\[Errno 2\]",
-        "See whether the path exists on the node of that rank, and in its container. A relative "
-        "path starts in the working directory of the rank.",
-    ),
-    (
-        r"FileExistsError",
-        "Ranks create it at the same time: exist_ok=True, or create it on rank 0 before a barrier.",
-    ),
-    (
-        r"PermissionError",
-        "See on the node of that rank who owns the path (`ls -ld`) and who the process is (`id`), "
-        "which in a container may be another user.",
-    ),
-    (
-        r"JSONDecodeError|UnicodeDecodeError|EOFError|BadZipFile|UnpicklingError|ParserError"
-        r"|UnidentifiedImageError|BadGzipFile|ArrowInvalid",
-        "The file is incomplete or has another format, or another rank writes it meanwhile: write "
-        "it on rank 0 to a temporary name, os.replace, then a barrier.",
-    ),
-    (
-        r"\[Errno (?:5|116|121)\]|Stale file handle|Input/output error",
-        "The file system of that node failed: see `dmesg` there, and whether others see the path.",
-    ),
-    (
-        r"Connection(?:Error|RefusedError|ResetError)|ConnectTimeout|ReadTimeout",
-        "The other end is a service and no rank: see whether it runs, and its address.",
-    ),
-)
-"""Advice by the text of an exception."""
 
 
 class _Place(NamedTuple):
@@ -114,52 +72,51 @@ def for_exception(first: Occurrence, failed: Collection[int], all_: Sequence[Occ
         failed: The ranks that raised it.
         all_: All occurrences in the run.
     """
-    own = _by_frames(first) or (_by_type(first) or _by_place(first) if first.text else _CUT)
+    own = _by_worker(first) or (_by_type(first) or _by_place(first) if first.text else _CUT)
     return " ".join(filter(None, (own, _by_rank(failed, all_), _FIRST)))
 
 
-def _by_frames(first: Occurrence) -> str:
-    """Return advice by where an exception was raised."""
-    if _IN_WORKER.search(first.traceback):
-        if _COLLATES.search(first.traceback):
-            return (
-                "The samples of a batch differ in their keys, types or shapes: compare what the "
-                "dataset returns, or pass a collate_fn."
-            )
+def _by_worker(first: Occurrence) -> str:
+    """Return advice on an exception of a DataLoader worker."""
+    if not _IN_WORKER.search(first.traceback):
+        return ""
+    if _COLLATES.search(first.traceback):
         return (
-            "The dataset raised it in a DataLoader worker, for one of its samples: num_workers=0 "
-            "stops there, and __getitem__ can print the index."
+            "The samples of a batch differ in their keys, types or shapes: compare what the "
+            "dataset returns, or pass a collate_fn."
         )
-    places = _places(first.traceback)
-    if first.text.startswith("AssertionError") and places:
-        if users_file(places[-1].path):
-            return "It is a check of the script: print what it compares, on that rank."
-        return (
-            f"It is a check of {places[-1].package}, whose condition stands at {places[-1].short}:"
-            f"{places[-1].line}: compare it with the configuration and the number of ranks."
-        )
-    return ""
+    return (
+        "The dataset raised it in a DataLoader worker, for one of its samples: num_workers=0 stops "
+        "there, and __getitem__ can print the index."
+    )
 
 
 def _by_place(first: Occurrence) -> str:
     """Return advice by whose line raised an exception of any type."""
-    place, own = next(reversed(_places(first.traceback)), None), first.location
-    if place is None or first.interleaved:
+    places = [] if first.interleaved else _places(first.traceback)
+    if not places:
         return ""
-    if not users_file(place.path):
-        passed = f"{own or 'the script'} passes to {place.package}"
-        return f"See what {passed}, and whether its installed version is the one that is meant."
-    if first.text.startswith(("KeyError", "IndexError")):
-        return "Print the keys, or the length, just before that line, on that rank."
-    return ""
+    place, checks = places[-1], first.text.startswith("AssertionError")
+    if users_file(place.path):
+        if checks:
+            return "It is a check of the script: print what it compares, on that rank."
+        lookup = first.text.startswith(("KeyError", "IndexError"))
+        return (
+            "Print the keys, or the length, just before that line, on that rank." if lookup else ""
+        )
+    if checks:
+        return (
+            f"It is a check of {place.package}, whose condition stands at {place.short}:"
+            f"{place.line}: compare it with the configuration and the number of ranks."
+        )
+    passed = f"{first.location or 'the script'} passes to {place.package}"
+    return f"See what {passed}, and whether its installed version is the one that is meant."
 
 
 def _by_type(first: Occurrence) -> str:
     """Return advice by the exception's own words."""
-    for pattern, advice in _BY_TYPE:
-        if found := re.search(pattern, first.text):
-            return found.expand(advice)
-    return ""
+    found = ((pattern.search(first.text), advice) for pattern, advice in ADVICE)
+    return next((match.expand(advice) for match, advice in found if match), "")
 
 
 def _by_rank(failed: Collection[int], all_: Sequence[Occurrence]) -> str:

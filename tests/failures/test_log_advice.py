@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ddpdoctor.failures.table import ADVICE
 from tests.support.log_lines import one
 
 _LIBRARY = "/opt/lib/python3.11/site-packages"
@@ -41,7 +42,11 @@ def raised(*lines: str, rank: int = 1) -> str:
         (("PermissionError: [Errno 13] Permission denied: '/data/x'",), "ls -ld"),
         (("json.decoder.JSONDecodeError: Expecting value: line 1",), "os.replace"),
         (("OSError: [Errno 116] Stale file handle: '/data/x'",), "dmesg"),
-        (("ConnectionRefusedError: [Errno 111] Connection refused",), "is a service"),
+        (("ConnectionRefusedError: [Errno 111] Connection refused",), "is a service of the job"),
+        (("RuntimeError: Tensors must be contiguous",), ".contiguous()"),
+        (("ValueError: Invalid rank 4, rank should be in the interval",), "leave both out"),
+        (("IndexError: Target 10 is out of bounds.",), "outside of 0..classes-1"),
+        (("x.Timeout: The file lock '/c/x.lock' is held",), "holds the lock"),
         (("KeyError: 'image'",), "Print the keys"),
         ((*_IN, "AssertionError: 96 is not divisible by 64"), "megalib/core/layers.py:52: compare"),
         (("AssertionError: no data",), "check of the script"),
@@ -82,3 +87,9 @@ def test_a_loss_scale_that_fell_is_shown_before_an_exception() -> None:
     assert any("fell 3 times, to 0.6" in line for line in one(fell + raised(*_IN)).evidence)
     found = one(fell.replace("0.", "64") + raised(*_IN))
     assert not any("loss scale" in line for line in found.evidence)
+
+
+def test_advice_is_in_whole_sentences_and_looks_only_so_far_ahead() -> None:
+    for pattern, advice in ADVICE:
+        assert advice.endswith("."), advice
+        assert "[^\\n]*" not in pattern.pattern and ".*" not in pattern.pattern
