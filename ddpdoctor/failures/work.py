@@ -32,9 +32,12 @@ COMPLAINT = re.compile(
 
 _LAST_WORDS = re.compile(
     r"(?i)(?<![\w/.=-])(?:\w*error(?:s|ed)?|\w*exception|fail(?:ed|ure|s)?|fatal|abort(?:ed|ing)?"
-    r"|crash(?:ed)?|killed|refused|denied|unreachable|unhealthy|evicted|exhausted|timed? ?out"
-    r"|fallen off|unable to|cannot|could not|couldn't|can't|not found|no such|unrecognized"
-    r"|usage(?=: \S+ (?:\[-|<)))(?![\w/.-]|[^\w\n]{0,4}(?:rate|loss)?[^\w\n]{0,4}[\d.]+(?:\W|$))"
+    r"|crash(?:ed)?|killed|died|segfault|out of memory|no space left|broken pipe|soft lockup"
+    r"|not responding|(?:closed|reset) by (?:remote|peer)|link (?:is )?down|unexpected (?:eof|end)"
+    r"|(?:nan|loss)\W+(?:exploded|stopping)|refused|denied|unreachable|unhealthy|evicted|exhausted"
+    r"|timed? ?out|fallen off|unable to|cannot|could not|couldn't|can't|not found|no such"
+    r"|unrecognized|usage(?=: \S+ (?:\[-|<)))"
+    r"(?![\w/-]|\.\w|[^\w\n]{0,4}(?:rate|loss)?[^\w\n]{0,4}\.?\d[\d.]*(?:\W|$))"
 )
 """Words for a failure in any line. A number after them is a measure of a working job."""
 
