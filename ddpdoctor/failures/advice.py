@@ -72,8 +72,9 @@ def for_exception(first: Occurrence, failed: Collection[int], all_: Sequence[Occ
         failed: The ranks that raised it.
         all_: All occurrences in the run.
     """
-    own = _by_worker(first) or (_by_type(first) or _by_place(first) if first.text else _CUT)
-    return " ".join(filter(None, (own, _by_rank(failed, all_), _FIRST)))
+    worker, own = _by_worker(first), _by_type(first) if first.text else _CUT
+    own = own or (_by_place(first) if not worker else "")
+    return " ".join(filter(None, (worker, own, _by_rank(failed, all_), _FIRST)))
 
 
 def _by_worker(first: Occurrence) -> str:

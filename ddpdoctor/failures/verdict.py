@@ -836,7 +836,7 @@ def _later(each: Occurrence, first: Occurrence, why: str) -> str:
 
 
 def _said(each: Occurrence) -> str:
-    """Return what is said of a failure, without whose it is."""
+    """Return the predicate of the sentence about a failure."""
     if each.failure is None:
         return shortened(each.text.partition("\n")[0], 120) or _CUT
     return each.failure.said(each.groups)
