@@ -72,7 +72,7 @@ def for_exception(first: Occurrence, failed: Collection[int], all_: Sequence[Occ
         failed: The ranks that raised it.
         all_: All occurrences in the run.
     """
-    worker, own = _by_worker(first), _by_type(first) if first.text else _CUT
+    worker, own = _by_worker(first), of_text(first.text) if first.text else _CUT
     own = own or (_by_place(first) if not worker else "")
     return " ".join(filter(None, (worker, own, _by_rank(failed, all_), _FIRST)))
 
@@ -114,9 +114,9 @@ def _by_place(first: Occurrence) -> str:
     return f"See what {passed}, and whether its installed version is the one that is meant."
 
 
-def _by_type(first: Occurrence) -> str:
-    """Return advice by the exception's own words."""
-    found = ((pattern.search(first.text), advice) for pattern, advice in ADVICE)
+def of_text(text: str) -> str:
+    """Return advice by an exception's own words. Empty if there is none."""
+    found = ((pattern.search(text), advice) for pattern, advice in ADVICE)
     return next((match.expand(advice) for match, advice in found if match), "")
 
 

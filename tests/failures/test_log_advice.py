@@ -40,7 +40,7 @@ def raised(*lines: str, rank: int = 1) -> str:
         (("FileNotFoundError: [Errno 2] No such file or directory: 'a'",), "working directory"),
         (("FileExistsError: [Errno 17] File exists: 'out'",), "exist_ok=True"),
         (("PermissionError: [Errno 13] Permission denied: '/data/x'",), "ls -ld"),
-        (("json.decoder.JSONDecodeError: Expecting value: line 1",), "os.replace"),
+        (("json.decoder.JSONDecodeError: Expecting value: line 1",), "had finished"),
         (("OSError: [Errno 116] Stale file handle: '/data/x'",), "dmesg"),
         (("ConnectionRefusedError: [Errno 111] Connection refused",), "is a service of the job"),
         (("RuntimeError: Tensors must be contiguous",), ".contiguous()"),
