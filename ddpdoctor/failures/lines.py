@@ -135,8 +135,14 @@ LONGEST = 1 << 16  # Maximum bytes of a line that are read, since searching mega
 
 HEAD = "Traceback (most recent call last)"
 _GLUED = re.compile(rf'(?<=\S)(?=  File "|{re.escape(HEAD)})')
-_STATUS_BEFORE = re.compile(rf"(exitcode: -?\d+\)[^\n]*) (?={re.escape(HEAD)})")
-"""The line of torchrun before its own traceback, where a post lost its line breaks."""
+_BEGINS = re.compile(
+    r"(?<=\S)(?<!Original) +(?=\[rank\d+\]: |\[20\d\d-\d\d-\d\d |[EWIF]\d{4} \d\d:\d\d:\d\d\."
+    rf"|(?:Original )?{re.escape(HEAD)}|(?:ERROR|WARNING):torch\.|File \S+ ?, line \d+, in "
+    r"|[\w.]+(?:Error|Exception): |(?:srun|slurmstepd): |\S+ NCCL (?:INFO|WARN) |exitcode  : )"
+)
+"""Where lines begin in a post that lost its line breaks."""
+
+_MIN_JOINED = 3  # Such places in a line that is taken for several ones
 _PADDED = re.compile(r"(?<=\S) {16,}(?=\S)")  # Between lines that were copied from a terminal
 _ITEMS = re.compile(r"\\n['\"](?:, ['\"]|\]\s*$)")
 """Separates the lines of a traceback that was printed as a list, and ends it."""
@@ -241,8 +247,8 @@ def _unquoted(text: str) -> list[str]:
         return [part if part.startswith(mark) else mark + part for part in parts]
     if "tKeyboardInterrupt" in text:
         text = text.replace("tKeyboardInterrupt", "t\nKeyboardInterrupt")
-    elif HEAD in text and "exitcode: " in text:
-        text = _STATUS_BEFORE.sub(r"\1\n", text)
+    elif len(_BEGINS.findall(text)) >= _MIN_JOINED - ("exitcode: " in text):
+        text = _BEGINS.sub("\n", text)
     elif text.count(HEAD) > 1 or text.count('  File "') > 1:
         text = _GLUED.sub("\n", _PADDED.sub("\n  ", text))
     return text.split("\n")
