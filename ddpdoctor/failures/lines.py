@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -287,6 +288,39 @@ def margin_of(first: bytes) -> re.Pattern[bytes] | None:
         return _NUMBERED
     blanks = min(len(line) - len(line.lstrip(b" ")) for line in full)
     return re.compile(rb"(?m)^ {%d}" % blanks) if blanks >= _MIN_MARGIN else None
+
+
+_MIN_WRAPPED = 3  # Minimum lines that a terminal broke, in a log that was copied from one
+_NARROWEST = 60  # Minimum columns of a terminal
+_MAX_WRAPPED = 20  # Maximum pieces of a line
+
+
+def unwrapped(data: bytes) -> bytes:
+    """Join the lines of a log that a terminal broke at its width, if it was copied from one.
+
+    As many empty lines follow a joined one as it had breaks, so that the lines keep their numbers.
+    """
+    lines = data[: 2 * LONGEST].split(b"\n")
+    width = max(map(len, lines))
+    full = [
+        (line, behind)
+        for line, behind in pairwise(lines)
+        if len(line) == width and line[:1] not in b"|+-=*#" and behind[:1] not in (b"", b" ", b"[")
+    ]
+    begin = {_ANY_NUMBER.sub("", line[:12].decode("utf-8", "replace")) for line, _ in full}
+    # Of a log whose lines have equal lengths, none is followed by the rest of it.
+    broken = sum(
+        line[-1:].isalnum() and behind[:1].islower() and len(behind) < width
+        for line, behind in full
+    )
+    if width < _NARROWEST or broken < _MIN_WRAPPED or len(begin) < _MIN_WRAPPED:
+        return data
+    pattern = rb"(?m)^((?:[^\n|+=*-][^\n]{%d}\n){1,%d})([^\n]*)$" % (width - 1, _MAX_WRAPPED)
+    return re.sub(pattern, _rejoined, data)
+
+
+def _rejoined(found: re.Match[bytes]) -> bytes:
+    return found[1].replace(b"\n", b"") + found[2] + b"\n" * found[1].count(b"\n")
 
 
 def rank_of_file(path: str) -> int | None:

@@ -20,6 +20,7 @@ from ddpdoctor.failures.lines import (
     segments,
     split_line,
     time_of,
+    unwrapped,
 )
 from ddpdoctor.failures.occurrences import (
     ENDED,
@@ -127,7 +128,10 @@ class LogReader:
             if self.size < _MAX_TURNED:
                 return
             data, self._newest_first = b"".join(self._newest_first), []
-        data = self._rest + self._without_margin(data)
+        data = self._without_margin(data)
+        if not self.size:
+            data = unwrapped(data)
+        data = self._rest + data
         end = data.rfind(b"\n", 0, max(0, len(data) - _ENDS)) + 1
         if not end and len(data) > _LONGEST:
             end = len(data)

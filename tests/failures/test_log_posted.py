@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpdoctor.failures.lines import unwrapped
 from ddpdoctor.failures.log import LogReader, read
 from ddpdoctor.failures.verdict import findings
 from tests.support.log_lines import STEPS, one
@@ -27,6 +28,7 @@ POSTED: dict[str, Callable[[str], str]] = {
     "without indentation": lambda text: re.sub(r"(?m)^ +", "", text),
     "cut short": lambda text: f"...\n{text}\n...\n",
     "joined": lambda text: " ".join(line.strip() for line in text.splitlines()),
+    "wrapped": lambda text: re.sub(r"([^\n]{100})(?=[^\n])", r"\1\n", text),
     "logged": lambda text: "".join(f"ERROR:root:{line}\n" for line in text.splitlines()),
 }
 
@@ -78,3 +80,15 @@ def test_frames_without_a_head_end_with_an_exception_of_any_name() -> None:
     frames = "".join(f'  File "/job/{name}.py", line 7, in {name}\n    x()\n' for name in "ab")
     found = one(f"{frames}socket.gaierror: [Errno -2] Name or service not known\n")
     assert "raised socket.gaierror" in found.message
+
+
+def test_joined_lines_keep_their_numbers() -> None:
+    text = (LOGS / "no_network_hub.log").read_text()
+    (found,) = findings(read("job.log", [POSTED["wrapped"](text + "KeyError: 1\n").encode()]))
+    number = int(found.evidence[0].split(":")[1])
+    assert "Traceback" in POSTED["wrapped"](text).split("\n")[number - 1]
+
+
+def test_lines_of_equal_length_were_not_broken_by_a_terminal() -> None:
+    steps = "".join(f"{name} step {n:04} {'x' * 70} loss\n" for n in range(9) for name in "abc")
+    assert unwrapped(steps.encode()) == steps.encode()
