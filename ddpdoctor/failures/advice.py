@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from ddpdoctor.core.formatting import named
+from ddpdoctor.core.opening import whole
 from ddpdoctor.failures.entry import Weight
-from ddpdoctor.failures.lines import users_file
+from ddpdoctor.failures.lines import shortened, users_file
 from ddpdoctor.failures.occurrences import Occurrence, name_of
 from ddpdoctor.failures.table import ADVICE
 from ddpdoctor.failures.tracebacks import FRAME
@@ -40,7 +41,7 @@ class _Place(NamedTuple):
     @property
     def short(self) -> str:
         """The path within the packages that are installed."""
-        return _INSTALLED.sub("", self.path)
+        return shortened(_INSTALLED.sub("", self.path))
 
     @property
     def package(self) -> str:
@@ -54,7 +55,7 @@ class _Place(NamedTuple):
 def _places(traceback: str) -> list[_Place]:
     """Return the frames of the last traceback of a chain."""
     frames = filter(None, map(FRAME.match, traceback.splitlines()))
-    return [_Place(each["path"], int(each["line"]), each["name"] or "") for each in frames]
+    return [_Place(each["path"], whole(each["line"]), each["name"] or "") for each in frames]
 
 
 def where(first: Occurrence) -> Iterator[str]:
@@ -126,8 +127,8 @@ def _by_rank(failed: Collection[int], all_: Sequence[Occurrence]) -> str:
     seen = {e.rank for e in all_ if e.rank is not None and e.weight != Weight.WRAPPER}
     if len(failed) > 1 and seen <= {*failed}:
         return (
-            f"All ranks of the log ({named(failed)}) raised it: it does not depend on the rank, "
-            "and one process shows it as well."
+            f"All ranks of the log ({named(failed)}) raised it, so it hardly depends on the rank: "
+            "try it with one process."
         )
     if len(failed) == 1 and len(seen) > 1:
         return f"The log shows it of {named(failed)} alone: see its data, its node, its branches."

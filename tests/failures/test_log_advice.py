@@ -89,6 +89,13 @@ def test_a_loss_scale_that_fell_is_shown_before_an_exception() -> None:
     assert not any("loss scale" in line for line in found.evidence)
 
 
+def test_lines_and_paths_of_any_length_are_read() -> None:
+    frame = f'  File "{_LIBRARY}/{"x/" * 5000}a.py", line {"9" * 5000}, in f'
+    found = one(raised(frame, "    f()", "ValueError: bad"))
+    assert found.code == "DDP901"
+    assert len(found.fix) < 1000
+
+
 def test_advice_is_in_whole_sentences_and_looks_only_so_far_ahead() -> None:
     for pattern, advice in ADVICE:
         assert advice.endswith("."), advice
