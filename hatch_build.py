@@ -1,7 +1,7 @@
 """Compiles the probe's core and the log's search, if there is a C compiler where it is installed.
 
 Without one the package is the same, and does in Python what they do
-(`ddpdoctor.probe.runtime.hot`, `ddpdoctor.failures.log`).
+(`ddpdoctor.probe.runtime.hot`, `ddpdoctor.failures.scan`).
 """
 
 from __future__ import annotations

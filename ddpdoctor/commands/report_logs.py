@@ -13,8 +13,9 @@ from ddpdoctor.core.formatting import count
 from ddpdoctor.core.job import Command, OwnOptions
 from ddpdoctor.core.options import Given, Selection
 from ddpdoctor.failures import verdict
+from ddpdoctor.failures.files import is_no_text, log_names, texts_of
 from ddpdoctor.failures.lines import Redactor
-from ddpdoctor.failures.log import LogReader, log_names, texts_of
+from ddpdoctor.failures.log import LogReader
 from ddpdoctor.failures.occurrences import Occurrence
 from ddpdoctor.render import json_lines, reporter
 from ddpdoctor.system.proc import pause
@@ -86,7 +87,9 @@ def _explained(
     if not print_for_tools(given, found, script, lambda _: json_lines.head()):
         _print_text(found)
         amount = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
-        if not every:
+        if not every and not size:
+            print_lines(["nothing in it: see where the job's output goes"])
+        elif not every:
             hang = "if the job hangs: ddpdoctor run, or ddpdoctor stacks"
             print_lines([f"no failure in it; {hang}"])
         counts = reporter.findings_count(found, len(every) - len(found))
@@ -109,6 +112,8 @@ def _read(
     for name, chunks in _opened(paths):
         reader = LogReader(name, files)
         for chunk in chunks:
+            if not reader.size and is_no_text(chunk):
+                complain(f"{name} does not begin with text")
             reader.feed(chunk)
         seen += reader.close()
         size += reader.size

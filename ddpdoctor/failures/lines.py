@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import html
 import os
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import PurePath
 from typing import NamedTuple
 
@@ -51,8 +53,10 @@ _PREFIX = re.compile(
     r"|\[?\d\d:\d\d:\d\d(?:[.,]\d+)?\]? "
     r"|(?:stderr|stdout|STDERR|STDOUT)\s?[:|] ?"  # accelerate
     r"|> ?"  # mail and issues
+    r"| {0,20}\| (?=\[rank\d|Traceback \(| {2,4}File \")"  # A tree of rich
     # The level of a logger before each line of a traceback.
-    r'|\[(?:ERROR|CRITICAL)\] {1,2}(?=  File "| {4}|Traceback \(|[\w.]+(?:Error|Exception)\b)'
+    r"|(?:\[(?:ERROR|CRITICAL)\] {1,2}|(?:ERROR|CRITICAL|FATAL|INFO|WARNING):[\w.-]{1,60}:)"
+    r'(?=  File "| {4}|Traceback \(|[\w.]+(?:Error|Exception)\b)'
     # A comment, as people post logs.
     r"|# (?=\[?rank|\s*File \"|Traceback|[\w.]+(?:Error|Exception|Interrupt)\b|[EW]\d{3,4} "
     r"|\[\d|\s|=|-)"
@@ -111,12 +115,12 @@ def split_line(text: str) -> Line:
     return Line(rank, False, text, who.removeprefix("slurmstepd-"))
 
 
-def without_bar(text: str) -> str:
-    """Return the text after a progress bar in a line."""
+def split_bar(text: str) -> list[str]:
+    """Return a progress bar in a line, and the text after it."""
     if "%|" not in text and "it [" not in text:
-        return text
+        return [text]
     end = max((bar.end() for bar in _BAR.finditer(text)), default=0)
-    return text[end:] if text[end:].strip() else text
+    return [text[:end], text[end:]] if end and text[end:].strip() else [text]
 
 
 def shape(prefix: str) -> re.Pattern[str]:
@@ -132,6 +136,14 @@ LONGEST = 1 << 16  # Maximum bytes of a line that are read, since searching mega
 
 HEAD = "Traceback (most recent call last)"
 _GLUED = re.compile(rf'(?<=\S)(?=  File "|{re.escape(HEAD)})')
+_BEGINS = re.compile(
+    r"(?<=\S)(?<!Original) +(?=\[rank\d+\]: |\[20\d\d-\d\d-\d\d |[EWIF]\d{4} \d\d:\d\d:\d\d\."
+    rf"|(?:Original )?{re.escape(HEAD)}|(?:ERROR|WARNING):torch\.|File \S+ ?, line \d+, in "
+    r"|[\w.]+(?:Error|Exception): |(?:srun|slurmstepd): |\S+ NCCL (?:INFO|WARN) |exitcode  : )"
+)
+"""Where lines begin in a post that lost its line breaks."""
+
+_MIN_JOINED = 3  # Such places in a line that is taken for several ones
 _PADDED = re.compile(r"(?<=\S) {16,}(?=\S)")  # Between lines that were copied from a terminal
 _ITEMS = re.compile(r"\\n['\"](?:, ['\"]|\]\s*$)")
 """Separates the lines of a traceback that was printed as a list, and ends it."""
@@ -151,6 +163,11 @@ _REDRAWN = 5  # Times that a redrawn progress bar is read
 
 _OF_BARS = b"0123456789.,:%|/<>#=? " + "█▏▎▍▌▋▊▉".encode()
 """Characters that change when a bar is redrawn."""
+
+_ENTITY = re.compile(r"&(?:quot|apos|lt|gt|amp|#x27|#39);")
+_TYPED = str.maketrans("\u2018\u2019\u201c\u201d", "''\"\"")
+_BOLD = re.compile(r"^\*\*([^\s*][^\n]{0,2000}[^\s*])\*\*$")
+"""What web pages and editors make of quotes, and posters of the line that they think matters."""
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _GLOG = re.compile(r"\b[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
@@ -188,12 +205,13 @@ def segments(raw: bytes) -> list[str]:
     """Return the texts of a raw line, including those that a terminal overwrites.
 
     Progress bars redraw themselves after a carriage return, and errors stand before and after them.
-    Text after a bar is separate, and so is each line of a quoted text.
+    A bar and the text after it are separate, and so is each line of a quoted text.
     """
     parts = raw.rstrip(b"\r\n").split(b"\r")
     if len(parts) > _REDRAWN:
         parts = _drawn(parts)
-    texts = [without_bar(_text(part)) for part in parts[:_FIRST] + parts[_FIRST:][-_FIRST:]]
+    read = parts[:_FIRST] + parts[_FIRST:][-_FIRST:]
+    texts = [text for part in read for text in split_bar(_text(part))]
     if len(parts) > 1:
         mark = _mark_of(_text(parts[0]))
         marked = (text if text.startswith(mark) else mark + text for text in texts if text)
@@ -230,6 +248,8 @@ def _unquoted(text: str) -> list[str]:
         return [part if part.startswith(mark) else mark + part for part in parts]
     if "tKeyboardInterrupt" in text:
         text = text.replace("tKeyboardInterrupt", "t\nKeyboardInterrupt")
+    elif len(_BEGINS.findall(text)) >= _MIN_JOINED - ("exitcode: " in text):
+        text = _BEGINS.sub("\n", text)
     elif text.count(HEAD) > 1 or text.count('  File "') > 1:
         text = _GLUED.sub("\n", _PADDED.sub("\n  ", text))
     return text.split("\n")
@@ -238,7 +258,69 @@ def _unquoted(text: str) -> list[str]:
 def _text(raw: bytes) -> str:
     if len(raw) > LONGEST:
         raw = raw[: LONGEST // 2] + b" ... " + raw[-LONGEST // 2 :]
-    return _CONTROL.sub("", raw.decode("utf-8", "replace"))
+    text = _CONTROL.sub("", raw.decode("utf-8", "replace"))
+    if b"&" in raw and _ENTITY.search(text):
+        text = html.unescape(text)
+    if b"\xe2\x80" in raw:
+        text = text.translate(_TYPED)
+    return _BOLD.sub(r"\1", text) if text.endswith("**") else text
+
+
+_SAMPLED = 40  # Lines of a log's beginning that all have a margin, if it has one
+_MIN_MARGIN = 4
+"""Letters of a margin. Frames of a traceback have fewer."""
+
+_NUMBERED = re.compile(rb"(?m)^ {0,6}(\d{1,6})(?:\t| {1,2}| ?\| ?)")
+
+
+def margin_of(first: bytes) -> re.Pattern[bytes] | None:
+    """Return what each line of a log begins with: blanks, as in a post, or its number. Else None.
+
+    Args:
+        first: The beginning of the log.
+    """
+    lines = first[:LONGEST].split(b"\n", _SAMPLED)[:_SAMPLED]
+    numbers = [whole(found[1]) for found in map(_NUMBERED.match, lines) if found]
+    full = [line for line in lines if line.strip()]
+    if len(full) < 3:
+        return None
+    if numbers[:1] and numbers == [*range(numbers[0], numbers[0] + len(full))]:
+        return _NUMBERED
+    blanks = min(len(line) - len(line.lstrip(b" ")) for line in full)
+    return re.compile(rb"(?m)^ {%d}" % blanks) if blanks >= _MIN_MARGIN else None
+
+
+_MIN_WRAPPED = 3  # Minimum lines that a terminal broke, in a log that was copied from one
+_NARROWEST = 60  # Minimum columns of a terminal
+_MAX_WRAPPED = 20  # Maximum pieces of a line
+
+
+def unwrapped(data: bytes) -> bytes:
+    """Join the lines of a log that a terminal broke at its width, if it was copied from one.
+
+    As many empty lines follow a joined one as it had breaks, so that the lines keep their numbers.
+    """
+    lines = data[: 2 * LONGEST].split(b"\n")
+    width = max(map(len, lines))
+    full = [
+        (line, behind)
+        for line, behind in pairwise(lines)
+        if len(line) == width and line[:1] not in b"|+-=*#" and behind[:1] not in (b"", b" ", b"[")
+    ]
+    begin = {_ANY_NUMBER.sub("", line[:12].decode("utf-8", "replace")) for line, _ in full}
+    # Of a log whose lines have equal lengths, none is followed by the rest of it.
+    broken = sum(
+        line[-1:].isalnum() and behind[:1].islower() and len(behind) < width
+        for line, behind in full
+    )
+    if width < _NARROWEST or broken < _MIN_WRAPPED or len(begin) < _MIN_WRAPPED:
+        return data
+    pattern = rb"(?m)^((?:[^\n|+=*-][^\n]{%d}\n){1,%d})([^\n]*)$" % (width - 1, _MAX_WRAPPED)
+    return re.sub(pattern, _rejoined, data)
+
+
+def _rejoined(found: re.Match[bytes]) -> bytes:
+    return found[1].replace(b"\n", b"") + found[2] + b"\n" * found[1].count(b"\n")
 
 
 def rank_of_file(path: str) -> int | None:

@@ -1,48 +1,26 @@
-"""Read logs: their files, the lines that are worth reading, and the failures in them.
-
-A long log repeats itself: most lines differ from earlier ones only in their numbers. Therefore a
-block is searched only if it has a line of a new shape (a line without its numbers).
-
-C code (``_present.c``) determines which texts a block contains, if it was compiled.
-"""
+"""Search a log for known failures and tracebacks, at tens of megabytes a second."""
 
 from __future__ import annotations
 
-import bz2
-import codecs
-import contextlib
-import fnmatch
-import gzip
-import importlib
-import io
-import lzma
-import os
 import re
-import stat
-import sys
-import tarfile
-import zipfile
-import zlib
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path, PurePath
-from typing import IO, Any, cast
 
-from ddpdoctor.core import opening
-from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.opening import whole
 from ddpdoctor.failures import recognise
 from ddpdoctor.failures.entry import Weight
 from ddpdoctor.failures.lines import (
-    HEAD,
     TASK,
     Line,
     clean,
+    margin_of,
     rank_of_file,
     segments,
     split_line,
     time_of,
+    unwrapped,
 )
 from ddpdoctor.failures.occurrences import (
     ENDED,
@@ -52,7 +30,9 @@ from ddpdoctor.failures.occurrences import (
     Occurrence,
     corrected,
     is_mention,
+    likely,
 )
+from ddpdoctor.failures.scan import AT_THE_END, Scan
 from ddpdoctor.failures.table import TABLE
 from ddpdoctor.failures.tracebacks import (
     SUMMARY_RANK,
@@ -74,416 +54,6 @@ from ddpdoctor.failures.work import (
     shape_of,
     tells_of_failure,
 )
-
-# -- read logs from files, archives, directories of launchers and standard input
-
-
-# -- Compressed logs and archives
-
-
-_ZSTD = b"\x28\xb5\x2f\xfd"
-_ZIP = b"PK\x03\x04"
-_PACKED = (_ZIP, _ZSTD, b"\x1f\x8b", b"BZh", b"\xfd7zXZ\x00")
-_TAR_AT, _TAR = 257, b"ustar"
-_PEEK = 512
-_MAX_MEMBERS = 4_096
-
-_NO_TEXT = re.compile(
-    r"\.(?:pt|pth|ckpt|bin|safetensors|pkl|pickle|npy|npz|h5|png|jpg|jpeg|gif|mp4|so|whl|parquet"
-    r"|arrow|wandb|pdf|pyc|onnx|nsys-rep|qdrep|sqlite|db)$",
-    re.IGNORECASE,
-)
-"""Suffixes of files that are no logs."""
-
-DAMAGED = (EOFError, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError)
-
-
-class _Peekable(io.RawIOBase):
-    """A stream whose first bytes have been read."""
-
-    def __init__(self, head: bytes, rest: IO[bytes]) -> None:
-        self._head = head
-        self._rest = rest
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: object) -> int:
-        view = memoryview(cast(bytearray, buffer))
-        data = self._head[: len(view)] or self._rest.read(len(view))
-        self._head = self._head[len(data) :]
-        view[: len(data)] = data
-        return len(data)
-
-
-def unpacked(name: str, file: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
-    """Yield the decompressed logs of an archive with their names, or the file if it is none.
-
-    Read each before requesting the next one.
-
-    Raises:
-        DoctorError: It needs a package that is not installed, or a seekable file.
-    """
-    head = file.read(_PEEK)
-    if head.startswith(_ZIP):
-        yield from _of_zip(name, file)
-        return
-    stream = cast("IO[bytes]", io.BufferedReader(_Peekable(head, file)))
-    packed = _decompressed(name, head, stream)
-    if packed is not None:
-        head = packed.read(_PEEK)
-        stream = cast("IO[bytes]", io.BufferedReader(_Peekable(head, packed)))
-    if head[_TAR_AT:].startswith(_TAR):
-        yield from _of_tar(name, stream)
-    else:
-        yield name, stream
-
-
-def is_packed(head: bytes) -> bool:
-    """Return whether a file is compressed, so that it has to be read from its beginning."""
-    return head.startswith(_PACKED)
-
-
-def _decompressed(name: str, head: bytes, stream: IO[bytes]) -> IO[bytes] | None:
-    if head.startswith(b"\x1f\x8b"):
-        return cast("IO[bytes]", gzip.GzipFile(fileobj=stream))
-    if head.startswith(b"BZh"):
-        return bz2.BZ2File(stream)
-    if head.startswith(b"\xfd7zXZ\x00"):
-        return lzma.LZMAFile(stream)
-    return _of_zstd(name, stream) if head.startswith(_ZSTD) else None
-
-
-def _of_zstd(name: str, stream: IO[bytes]) -> IO[bytes]:
-    for module in ("compression.zstd", "zstandard"):
-        try:
-            return cast("IO[bytes]", importlib.import_module(module).open(stream, "rb"))
-        except ImportError:
-            continue
-    raise DoctorError(
-        f"{name} is compressed with zstd, for which a package is missing",
-        f"pip install zstandard, or: zstd -dc {name} | ddpdoctor report --log -",
-    )
-
-
-def _of_zip(name: str, file: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
-    if not file.seekable():
-        raise DoctorError(f"{name} is a zip archive, which has to be a file", "save it first")
-    with zipfile.ZipFile(file) as archive:
-        for member in sorted(archive.infolist(), key=lambda each: each.filename)[:_MAX_MEMBERS]:
-            if not member.is_dir() and _is_log(member.filename):
-                with archive.open(member) as inside:
-                    yield from unpacked(f"{name}:{member.filename}", inside)
-
-
-def _of_tar(name: str, stream: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
-    with tarfile.open(fileobj=stream, mode="r|") as archive:
-        for count, member in enumerate(archive):
-            inside = archive.extractfile(member) if member.isreg() else None
-            if inside is not None and _is_log(member.name) and count < _MAX_MEMBERS:
-                yield from unpacked(f"{name}:{member.name}", inside)
-
-
-def _is_log(name: str) -> bool:
-    return _NO_TEXT.search(name) is None
-
-
-def recoded(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield a text as UTF-8. Its byte order mark, or its zeros, tell the encoding."""
-    first = next(chunks, b"")
-    if first.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        coding = "utf-16"
-    elif first[1:40:2].count(0) > 15 and not first[:40:2].count(0):
-        coding = "utf-16-le"
-    elif first[:40:2].count(0) > 15 and not first[1:40:2].count(0):
-        coding = "utf-16-be"
-    else:
-        yield first.removeprefix(codecs.BOM_UTF8)
-        yield from chunks
-        return
-    decoder = codecs.getincrementaldecoder(coding)("replace")
-    yield decoder.decode(first).encode("utf-8", "replace")
-    for chunk in chunks:
-        yield decoder.decode(chunk).encode("utf-8", "replace")
-
-
-# -- Files and directories
-
-
-MAX_BYTES = 2 << 30  # Maximum bytes of a decompressed log. Of a larger file the last ones are read.
-
-_CHUNK = 1 << 20
-_PIPE = re.compile(r"/(?:dev|proc/self)/fd/(\d+)$")
-"""The shell's replacement of ``<(command)``: a descriptor that is open already."""
-
-_NAMES = (
-    *("*.log", "*.log.*", "*.err", "*.out", "*.txt", "*.stderr", "*.stdout", "error.json"),
-    *("stdout", "stderr", "*.e[0-9]*", "*.o[0-9]*"),
-)
-_OF_THE_TRACKER = ("debug.log", "debug-internal.log", "debug-cli.log")
-"""Logs of wandb about itself, including its own errors."""
-
-_MAX_LOGS = 4_096  # Maximum number of files of a directory
-_MAX_ELASTIC = 16 << 20  # Maximum bytes of the file that torchrun's ``@record`` writes
-
-_HINT = "name the job's log files, torchrun's --log-dir, or - for standard input"
-
-
-def log_names(names: Sequence[str]) -> list[str]:
-    """Return the named files, and those in named directories.
-
-    Args:
-        names: Files, directories, ``-``.
-
-    Raises:
-        DoctorError: There is no such file, or a directory without a log.
-    """
-    found: list[str] = []
-    for name in names:
-        path = Path(name)
-        if name == "-" or (path.exists() and not path.is_dir()):
-            found.append(name)
-        elif path.is_dir():
-            inside = sorted(map(str, logs_inside(path)))
-            if not inside:
-                raise DoctorError(f"{name} has no log files ({', '.join(_NAMES)})", _HINT)
-            found += inside[:_MAX_LOGS]
-        else:
-            raise DoctorError(f"no such file: {name}", _HINT)
-    return list(dict.fromkeys(found))
-
-
-def logs_inside(folder: Path) -> Iterator[Path]:
-    """Yield the logs of a directory: regular files only, since it may contain anything."""
-    named = re.compile("|".join(map(fnmatch.translate, _NAMES)))
-    for root, _, files in os.walk(folder):
-        for name in files:
-            path = Path(root, name)
-            with contextlib.suppress(OSError):
-                is_log = named.match(name) and name not in _OF_THE_TRACKER
-                if is_log and stat.S_ISREG(path.lstat().st_mode):
-                    yield path
-
-
-def texts_of(name: str) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """Yield the log in a file, or those in an archive, with names, decompressed and in pieces.
-
-    Read each before requesting the next one. At most `MAX_BYTES` bytes of each are read.
-
-    Raises:
-        DoctorError: It cannot be read, or not to its end.
-    """
-    try:
-        with _opened_log(name) as file:
-            for shown, stream in unpacked(name, file):
-                yield shown, recoded(_text_pieces(shown, stream))
-    except (*DAMAGED, zlib.error, gzip.BadGzipFile):
-        # Truncated, as copies of a failing job's logs often are. The beginning was read.
-        return
-    except OSError as error:
-        raise DoctorError(f"cannot read {name}: {error.strerror or error}", _HINT) from None
-
-
-def _text_pieces(name: str, stream: IO[bytes]) -> Iterator[bytes]:
-    if PurePath(name).name == "error.json":
-        yield _of_elastic(stream.read(_MAX_ELASTIC))
-        return
-    left = MAX_BYTES
-    # One system call at a time, to read as much as possible of a damaged file.
-    read = getattr(stream, "read1", stream.read)
-    with contextlib.suppress(*DAMAGED, zlib.error, gzip.BadGzipFile):
-        while left > 0 and (data := read(min(_CHUNK, left))):
-            left -= len(data)
-            yield data
-
-
-def _opened_log(name: str) -> IO[bytes]:
-    pipe = _PIPE.match(name)
-    if name == "-" or pipe is not None:
-        descriptor = sys.stdin.fileno() if pipe is None else int(pipe[1])
-        return io.BufferedReader(io.FileIO(descriptor, closefd=False), _CHUNK)
-    # A person's own files may be links. Other kinds of files have to be piped.
-    file = io.BufferedReader(io.FileIO(opening.opened(name, links=True)), _CHUNK)
-    size = os.fstat(file.fileno()).st_size
-    if size > MAX_BYTES and not is_packed(file.peek(8)):
-        file.seek(size - MAX_BYTES)
-    return file
-
-
-def _of_elastic(data: bytes) -> bytes:
-    """Return the traceback in the file that torchrun's ``@record`` writes."""
-    try:
-        message = opening.loads(data)["message"]
-        stack = message["extraInfo"]["py_callstack"]
-        return str(stack).encode("utf-8", "replace")
-    except (ValueError, KeyError, TypeError):
-        return data
-
-
-# -- read a log: the lines that are worth reading, and the failures in them
-
-
-# -- find the lines of a log that are worth reading, at hundreds of megabytes a second
-
-
-_compiled: Any = None
-if not os.environ.get("DDPDOCTOR_PURE_PYTHON"):
-    with contextlib.suppress(ImportError):
-        _compiled = importlib.import_module("ddpdoctor.failures._present")
-
-COMMON = (
-    HEAD, "rror", "ERROR", "FATAL", "ailed", "xception", "NCCL WARN", "atchdog", "exitcode",
-    "exit code", "return code", "ignal", "nterrupt", "Killed", "core dumped", "Segmentation fault",
-    "what():", "terminate called", "out of memory", ": line ",
-)  # fmt: skip
-"""Texts of most failures."""
-
-MAX_LINES = 500
-"""Maximum lines read because of one text. A log that repeats itself for hours has nothing new."""
-
-LATER = 4  # Lines of each later block that are still read because of it, the last ones
-_NOISE = 20_000  # Maximum number of shapes that are known to be irrelevant
-_AT_ONCE = 300  # Maximum lines of a block that are tried per text
-_REST = 15  # Blocks until it is checked again whether lines repeat themselves
-_LONG = 200  # Letters of each end of a shape that identify it
-
-_OF_STATUS = (b" code", b"status", b"exitcode", b"ignal", b"rrno", b"Xid")
-"""Precede a number that tells whether a process failed, so equal shapes differ in meaning."""
-
-_FEW = 50  # Maximum number of new shapes in a block of a log that repeats itself
-
-_NUMBERS = b"0123456789."
-
-
-_AT_THE_END = ("left-behind", "store-barrier-waits", "lightning-member")
-"""Entries of little weight that count only if nothing follows."""
-
-
-def _anchors() -> tuple[bytes, ...]:
-    """Return the common texts, and a text for each entry of the table that has none of them."""
-    found = dict.fromkeys(COMMON)
-    for failure in TABLE:
-        if failure.known.name in _AT_THE_END:
-            continue
-        for example in failure.examples:
-            if not any(text in example for text in found):
-                found[max((each for each in failure.literals if each in example), key=len)] = None
-    return tuple(text.encode() for text in found)
-
-
-ANCHORS = _anchors()  # Lines outside of tracebacks are read only if they contain one of these
-
-_TEXTS = tuple({*ANCHORS, *(text.encode() for each in TABLE for text in each.literals)})
-"""Texts that are searched at the ends of a log."""
-
-_SHAPES = {anchor: anchor.translate(None, _NUMBERS) for anchor in ANCHORS}
-"""The anchors without numbers, as in a shape."""
-
-
-class Scan:
-    """Finds the relevant lines of a log."""
-
-    def __init__(self) -> None:
-        self._counts = dict.fromkeys(ANCHORS, 0)
-        self._noise: set[bytes] = set()
-        self._plain: set[bytes] = set()
-        self._rest = 0
-        """Blocks to search without a check for new shapes, after one whose lines all differ."""
-
-    def is_nothing(self, line: bytes) -> None:
-        """Remember that lines of this shape are irrelevant."""
-        if len(self._noise) < _NOISE and not any(word in line for word in _OF_STATUS):
-            self._noise.add(_shape(line))
-
-    def starts(self, block: bytes, first: int) -> Iterator[int]:
-        """Yield the offsets of a block's lines with an anchor, from an offset on."""
-        found: dict[int, bytes] = {}
-        for anchor in self._anchors(block, first):
-            at = block.find(anchor, first)
-            tries = 0
-            while at >= 0 and self._counts[anchor] < MAX_LINES and tries < _AT_ONCE:
-                at = block.find(anchor, self._add(block, at, anchor, found))
-                tries += 1
-            end = len(block)
-            for _ in range(_AT_ONCE if at >= 0 else 0):
-                # The end of a job comes last.
-                last = block.rfind(anchor, at, end)
-                if last < 0 or tries >= _AT_ONCE + LATER:
-                    break
-                end = block.rfind(b"\n", 0, last) + 1
-                before = len(found)
-                self._add(block, last, anchor, found)
-                tries += len(found) - before
-        for start in sorted(found):
-            # Its shape may have become irrelevant meanwhile.
-            if _shape(block[start : _line_around(block, start)[1]]) not in self._noise:
-                self._counts[found[start]] += 1
-                yield start
-
-    def candidates(self, block: bytes, first: int) -> Iterator[int]:
-        """Yield the offsets of a short block's lines that may match any entry of the table."""
-        found = set[int]()
-        for text in _held(block, first, _TEXTS):
-            at = block.find(text, first)
-            while at >= 0:
-                start, end = _line_around(block, at)
-                found.add(start)
-                at = block.find(text, end)
-        for start in sorted(found):
-            if _shape(block[start : _line_around(block, start)[1]]) not in self._noise:
-                yield start
-
-    def _anchors(self, block: bytes, first: int) -> Sequence[bytes]:
-        """Return the anchors that may be in lines of new shapes."""
-        held = _held(block, first, ANCHORS)
-        if self._rest or not held:
-            self._rest = max(0, self._rest - 1)
-            return held
-        lines = block[first:]
-        shapes = set(lines.translate(None, _NUMBERS).split(b"\n")) - self._plain
-        shapes = {each for each in shapes if _ends(each) not in self._noise}
-        if len(shapes) > max(_FEW, lines.count(b"\n") // 2):
-            self._rest = _REST
-        new = b"\n".join(shapes)
-        held = [anchor for anchor in held if _SHAPES[anchor] in new]
-        if not held and len(self._plain) < _NOISE:
-            self._plain |= shapes
-        return held
-
-    def _add(self, block: bytes, at: int, anchor: bytes, found: dict[int, bytes]) -> int:
-        start, end = _line_around(block, at)
-        if _shape(block[start:end]) not in self._noise:
-            found.setdefault(start, anchor)
-        return end
-
-
-def _held(block: bytes, first: int, texts: tuple[bytes, ...]) -> Sequence[bytes]:
-    """Return the texts that a block contains. All of them without the C code."""
-    if _compiled is None:
-        return texts
-    held: list[bytes] = _compiled.present(block, first, texts)
-    return held
-
-
-def _line_around(block: bytes, at: int) -> tuple[int, int]:
-    end = block.find(b"\n", at)
-    return block.rfind(b"\n", 0, at) + 1, end if end >= 0 else len(block)
-
-
-def _shape(line: bytes) -> bytes:
-    return _ends(line.rstrip(b"\r\n").translate(None, _NUMBERS))
-
-
-def _ends(shape: bytes) -> bytes:
-    """Return both ends of a shape, since text after a progress bar stands last."""
-    return shape if len(shape) <= 2 * _LONG else shape[:_LONG] + shape[-_LONG:]
-
-
-# -- search a plain log for known failures and tracebacks, at tens of megabytes a second
-
-
-# -- The reader
-
 
 WENT_ON = 3  # Plain lines of the same rank after a failure that prove that it was caught
 PATIENCE = 3_000  # Maximum number of lines that are read one by one to decide that
@@ -513,6 +83,9 @@ _ENDS_WITH = replace(
     says="printed a line that tells of a failure",
 )
 """What is said of a log that shows no known failure, but ends with words for one."""
+
+_SPAWNING = re.compile(r"[/\\]torch[/\\]multiprocessing[/\\]spawn")
+"""In the traceback of a process that waits for those that it spawned."""
 
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
 
@@ -544,6 +117,7 @@ class LogReader:
         self._rest = b""
         self._offset = 0
         self._number = 1
+        self._margin: re.Pattern[bytes] | None = None
         self._newest_first: list[bytes] = []
         """The pieces of a log whose newest line comes first, which is read when it is complete."""
 
@@ -554,6 +128,9 @@ class LogReader:
             if self.size < _MAX_TURNED:
                 return
             data, self._newest_first = b"".join(self._newest_first), []
+        data = self._without_margin(data)
+        if not self.size:
+            data = unwrapped(data)
         data = self._rest + data
         end = data.rfind(b"\n", 0, max(0, len(data) - _ENDS)) + 1
         if not end and len(data) > _LONGEST:
@@ -567,6 +144,15 @@ class LogReader:
             stop = data.find(b"\n", start + (_ENDS if is_head else _BLOCK), end) + 1 or end
             self._block(data[start:stop], is_end=is_head)
             start = stop
+
+    def _without_margin(self, data: bytes) -> bytes:
+        if not self.size:
+            self._margin = margin_of(data)
+        if self._margin is None:
+            return data
+        # The piece may begin within a line.
+        start = data.find(b"\n") + 1 if self._rest and not self._rest.endswith(b"\n") else 0
+        return data[:start] + self._margin.sub(b"", data[start:])
 
     @property
     def size(self) -> int:
@@ -597,6 +183,7 @@ class LogReader:
                 self._went_on(split_line(text))
         self._cut_report()
         found = corrected(sorted(self._occurrences, key=lambda each: each.order))
+        self._was_done(found)
         self._count_behind(found)
         # What follows from another failure says less than a line that tells of one.
         reported = any(
@@ -631,10 +218,17 @@ class LogReader:
     def _last_words(self, after: int) -> list[Occurrence]:
         """Return the last lines that tell of a failure, unless the job goes on or was done.
 
+        Some of them mention a known cause without the form in which it reports itself.
+
         Args:
             after: The last line of the exceptions, which are known.
         """
         found: list[Occurrence] = []
+        mentions = {
+            each.line: likely(each, each.failure, Severity.WARNING)
+            for each in self._occurrences
+            if each.mention and each.failure
+        }
         plain, offset = 0, self._offset
         for back, text in enumerate(reversed(list(self._past))):
             line, number = split_line(text), self._number - back - 1
@@ -644,7 +238,10 @@ class LogReader:
             if DONE.search(line.text):
                 return []
             plain += is_plain(line.text) and WORDS.search(line.text) is not None
-            if tells_of_failure(line.text):
+            if number in mentions:
+                plain = 0
+                found.append(mentions[number])
+            elif tells_of_failure(line.text):
                 plain = 0
                 found.append(
                     Occurrence(
@@ -681,10 +278,25 @@ class LogReader:
             if each.final or each.uncaught:
                 next_, size, is_last = each.line, each.order[1], False
 
+    def _behind(self, end: Occurrence) -> list[str]:
+        """Return the lines after an end, at most the last ones of the log."""
+        past = list(self._past)
+        return past[max(0, len(past) - (self._number - end.last - 1)) :]
+
+    def _was_done(self, found: Sequence[Occurrence]) -> None:
+        """Mark the last failure as followed if the log ends with steps and the job's normal end."""
+        failed = [e for e in found if (e.final or e.uncaught) and e.weight >= Weight.REMARK]
+        last = max(failed, key=lambda each: each.last, default=None)
+        if last is None or _may_hold_back(last):
+            return
+        texts = [split_line(each).text for each in self._behind(last)]
+        done = next((at for at, text in enumerate(texts) if DONE.search(text)), len(texts))
+        clean = not any(is_step(each) or COMPLAINT.search(each) for each in texts[done:])
+        last.followed |= done < len(texts) and sum(map(is_step, texts[:done])) >= WENT_ON and clean
+
     def _goes_on(self, end: Occurrence) -> bool:
         """Return whether the last lines after an end are those of a working job."""
-        past = list(self._past)
-        behind = past[max(0, len(past) - (self._number - end.last - 1)) :]
+        behind = self._behind(end)
         times = [when for each in behind if (when := time_of(each)) is not None]
         if end.time is not None and times and max(times) < end.time:
             # The log was joined from several ones, and the lines after it were written before.
@@ -824,7 +436,7 @@ class LogReader:
         if not message and not printed.frames:
             return
         failure, groups = printed.known
-        if not message and LAUNCHER.search(printed.text):
+        if not message and (LAUNCHER.search(printed.text) or _SPAWNING.search(printed.text)):
             failure = _NOTICED
         self._add(
             Occurrence(
@@ -873,7 +485,7 @@ class LogReader:
                 occurrence.weight >= Weight.BARE
                 or occurrence.weight == Weight.REMARK
                 or occurrence.traceback
-                or (occurrence.failure is not None and occurrence.failure.known.name in _AT_THE_END)
+                or (occurrence.failure is not None and occurrence.failure.known.name in AT_THE_END)
             )
             and not STATUS.search(occurrence.text)
         ):

@@ -13,9 +13,10 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
+from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.failures.entry import Failure, Weight
 from ddpdoctor.failures.lines import TASK
@@ -30,7 +31,7 @@ _REPORTED = re.compile(
     r"|slurmstepd|srun:|ERROR:|\s*exitcode\s*:|\[?[IWEF](?:\d{3,4} | \S+\.cpp)|\[Rank \d)"
     r"|Memory access fault|: error: |NCCL WARN|Warning: |\(exitcode: |THCudaCheck FAIL|OMP: Error"
     r"|\bfork: |UCX +ERROR|initialize NVML: |aborting with error : HSA|Duplicate GPU detected"
-    r"|\bNVLink |PCIe Bus Error|thermal shutdown"
+    r"|\bNVLink |NVRM: |PCIe Bus Error|thermal shutdown"
 )
 """How a failure reports itself. Other lines that mention one are the job's own remarks."""
 
@@ -136,6 +137,11 @@ class Occurrence:
         return not self.traceback and _PYTHON_WARNING.search(self.text) is not None
 
 
+def name_of(each: Occurrence) -> str:
+    """Return the name of a failure in the table, or ``exception``."""
+    return "exception" if each.failure is None else each.failure.known.name
+
+
 def corrected(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
     """Correct the occurrences of a whole log, in the order of its lines, by each other."""
     found = _once(occurrences)
@@ -187,6 +193,12 @@ def _unnumber_nodes(occurrences: Sequence[Occurrence]) -> None:
             each.who = ""
 
 
+def likely(mention: Occurrence, failure: Failure, severity: Severity) -> Occurrence:
+    """Return the mention of a cause as the likely cause."""
+    failure = replace(failure, likely=True, severity=severity)
+    return replace(mention, failure=failure, mention=False, final=True)
+
+
 def is_mention(text: str, failure: Failure) -> bool:
     """Return whether a line only mentions a cause, which reports itself in another form."""
     return not _REPORTED.search(text) and _is_always_reported(failure)
@@ -218,6 +230,7 @@ LAUNCHER = re.compile(
 )
 """In the traceback of a launcher, of which a job has one on each node."""
 
+_STARTING = 5  # Lines after a launcher's first ones that show no run yet
 BETWEEN = 2  # Minimum lines that a process prints before an exception ends it
 LATER = 100  # Lines after the end of a run that belong to a later one
 
@@ -340,7 +353,9 @@ class _Log:
 
     def close(self) -> None:
         """Finish the log. A launcher's first lines may be buffered until its end."""
-        if _is_tail(self.runs[-1]) and len(self.runs) > 1:
+        last = self.runs[-1]
+        begun = last and all(_is(each, "launch") and each.behind < _STARTING for each in last)
+        if (begun or _is_tail(last)) and len(self.runs) > 1:
             self._join()
         border = _appended(self.runs[-1])
         if border is not None:

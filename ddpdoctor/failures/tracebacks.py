@@ -26,7 +26,7 @@ FRAME = re.compile(r'^\s*File "(?P<path>[^"\n]+)", line (?P<line>\d+)(?:, in (?P
 _EXCEPTION = re.compile(
     r"^(?!(?:Failures|Epoch|Step|Loss|Iter|INFO|WARNING|DEBUG|ERROR)\b)(?:[A-Za-z_]\w*\.)*"
     r"(?:(?:_?[A-Z]\w*|nccl[A-Z]\w+Error|error|gaierror|herror|timeout)(?:\([\w.]+\))?(?:: |:$)"
-    r"|(?<=\.)\w+$"
+    r"|(?<=\.)[A-Z]\w*$"
     r"|\w*(?:Error|Exception|Interrupt|Exit|Iteration)$|\w*(?:Error|Exception):(?=[A-Z]))"
 )
 _NAMED = re.compile(r"[\w.]*(?:Error|Exception|Interrupt|Exit|Iteration)\b|(?:\w+\.)+\w+")
@@ -342,6 +342,7 @@ def parse(text: str) -> Printed | None:
 # -- Interleaved tracebacks of a log
 
 
+_LETTER = re.compile(r"[A-Za-z]")
 _CUT_FRAMES = 2  # Minimum frames of a traceback without head and message
 _MAX_OPEN = 64  # Maximum number of open tracebacks with equal prefixes
 _STALE = 200  # Lines of others after which a traceback is closed
@@ -382,11 +383,18 @@ of ``multiprocessing``."""
 def _frames(lines: Iterable[str]) -> list[str]:
     """Return the frames at the end of some lines, of a traceback whose head is missing."""
     frames: list[str] = []
-    for text in reversed(list(lines)):
-        if kind_of(text) not in (Kind.FRAME, Kind.SOURCE) or not text.strip():
+    texts = [text for text in lines if text.strip()]
+    for above, text in zip(["", *texts][-2::-1], texts[::-1], strict=True):
+        # Some posts lost the indentation of the source below a frame.
+        if kind_of(text) not in (Kind.FRAME, Kind.SOURCE) and not FRAME.match(above):
             break
         frames.insert(0, text)
     return frames if any(map(FRAME.match, frames)) else []
+
+
+def _ends_frames(text: str, earlier: Sequence[str]) -> bool:
+    """Return whether a line with a name and a colon is the exception of the frames above it."""
+    return _NAMED.match(text) is not None and bool(_frames(earlier[-2:]))
 
 
 def cut_off(lines: Sequence[Line], number: int) -> Printed | None:
@@ -396,7 +404,8 @@ def cut_off(lines: Sequence[Line], number: int) -> Printed | None:
         lines: The last lines of the log.
         number: The number of the line after them.
     """
-    while lines and not lines[-1].text.strip():
+    while lines and not _LETTER.search(lines[-1].text):
+        # The marks of a post's end are none of the log.
         lines, number = lines[:-1], number - 1
     texts = [line.text for line in lines]
     # Terminals break lines, so the last part may have a single frame.
@@ -467,9 +476,11 @@ class Tracebacks:
             return True, ended
         ended += self._end(key, [each for each in under_way if each.complete])
         head = HEAD in line.text
-        if not head and (line.text == _OF_NUMPY or not _RAISED.match(line.text)):
+        if not head and (line.text == _OF_NUMPY or not _EXCEPTION.match(line.text)):
             return False, ended
         earlier = [*before()]
+        if not (head or _RAISED.match(line.text) or _ends_frames(line.text, earlier)):
+            return False, ended
         above = earlier[-2:]
         if any(_BEFORE_STACK.match(text) for text in above):
             return False, ended

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.core.formatting import named
+from ddpdoctor.core.formatting import count, named
 from ddpdoctor.core.opening import whole
-from ddpdoctor.failures import matching_line
+from ddpdoctor.failures import advice, matching_line
 from ddpdoctor.failures.entry import Failure, Weight
 from ddpdoctor.failures.lines import shortened
-from ddpdoctor.failures.occurrences import LAST_WORDS, LATER, STATUS, Occurrence, Runs, split
+from ddpdoctor.failures.occurrences import (
+    LAST_WORDS,
+    LATER,
+    STATUS,
+    Occurrence,
+    Runs,
+    likely,
+    name_of,
+    split,
+)
 
 # -- Ranks of torchrun's report, for exceptions without a rank
 
@@ -202,8 +211,7 @@ def found_in(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]
     occurrences = _without_later_ends(_without_limits(_without_yielding(occurrences)))
     if not any(_may_have_ended_it(e) and name_of(e) != LAST_WORDS for e in occurrences):
         return [each for each in occurrences if name_of(each) == LAST_WORDS], False
-    causes = _ending(occurrences, Weight.DECISIVE, Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM)
-    if causes := _without_warnings(causes):
+    if causes := _explaining(occurrences):
         before = _raised_before(causes[0], occurrences)
         return _undefined_last(_ordered(before or causes)), not before
     return _lesser(occurrences)
@@ -215,6 +223,8 @@ def _lesser(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]:
     unsure = [each for each in occurrences if _is_unsure(each) and not (each.mention and lost)]
     if unsure:
         return _ordered(unsure)[-1:], False
+    if said := _without_types(lost, occurrences):
+        return _ordered(said), True
     if lost:
         return _ordered(lost), lost[0].weight == Weight.STOPPED
     mention = [each for each in occurrences if each.mention and each.behind < LATER]
@@ -223,6 +233,19 @@ def _lesser(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]:
     wrappers = [each for each in occurrences if each.weight == Weight.WRAPPER]
     remarks = [each for each in occurrences if each.weight == Weight.REMARK and each.final]
     return _wrappers_ordered(wrappers) or remarks, False
+
+
+def _without_types(
+    cut: Sequence[Occurrence], occurrences: Sequence[Occurrence]
+) -> list[Occurrence]:
+    """Return the known messages that follow exceptions whose types are cut off."""
+    if not cut or any(each.text for each in cut):
+        return []
+    return [
+        likely(each, each.failure, each.failure.severity)
+        for each in occurrences
+        if each.mention and each.failure and each.order > cut[0].order
+    ]
 
 
 def _may_have_ended_it(each: Occurrence) -> bool:
@@ -236,11 +259,15 @@ def _is_unsure(each: Occurrence) -> bool:
     return each.weight >= Weight.SYMPTOM and (each.uncaught or near)
 
 
-def _without_warnings(causes: list[Occurrence]) -> list[Occurrence]:
-    """Drop warnings that no exception confirms, since the job continued after them."""
-    raised = [each for each in causes if each.traceback]
-    follows = any(_OF_GPU.search(each.text) for each in raised)
-    return causes if follows or not raised else [each for each in causes if not each.warned]
+def _explaining(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
+    """Return the ends of the greatest weight that may be a cause.
+
+    A warning counts if nothing else does, or if an exception about the GPU confirms it.
+    """
+    weights = (Weight.DECISIVE, Weight.CAUSE, Weight.GENERIC, Weight.SYMPTOM)
+    sure = _ending([each for each in occurrences if not each.warned], *weights)
+    confirms = any(each.traceback and _OF_GPU.search(each.text) for each in sure)
+    return sure if sure and not confirms else _ending(occurrences, *weights)
 
 
 def _ending(occurrences: Sequence[Occurrence], *weights: Weight) -> list[Occurrence]:
@@ -345,11 +372,6 @@ def _is_dated(each: Occurrence) -> bool:
     return _SUMMARY.match(each.text) is not None and each.time is not None
 
 
-def name_of(each: Occurrence) -> str:
-    """Return the name of a failure in the table, or ``exception``."""
-    return "exception" if each.failure is None else each.failure.known.name
-
-
 def _wrappers_ordered(wrappers: Sequence[Occurrence]) -> list[Occurrence]:
     """Sort ranks with status 1 before those that torchrun stopped, and before its exception.
 
@@ -387,7 +409,6 @@ def is_timed(occurrences: Sequence[Occurrence]) -> bool:
 # -- The verdict
 
 
-_FIX = "Fix this exception first; failures of other ranks follow from it."
 _WHOSE = "lines do not say whose they are, and the log goes on after it"
 _CUT = "an exception whose message is cut off in the log"
 _SHOWN = 3
@@ -574,7 +595,7 @@ def _of_first(
         ranks=(int(guilty),) if guilty else tuple(sorted(failed)),
         location=raised.location,
         evidence=tuple(evidence),
-        fix=_FIX if failure is None else failure.advised(first.groups) + _next_steps(first, all_),
+        fix=_fix(first, failed, all_),
         traceback=raised.traceback,
     )
 
@@ -584,6 +605,12 @@ def _raised(first: Occurrence, alike: Sequence[Occurrence]) -> Occurrence:
     own = (each for each in alike if each.location and each.rank in (None, first.rank))
     shown = first.traceback or first.weight != Weight.CAUSE
     return first if shown else next(own, first)
+
+
+def _fix(first: Occurrence, failed: Collection[int], all_: Sequence[Occurrence]) -> str:
+    if first.failure is None:
+        return advice.for_exception(first, failed, all_)
+    return first.failure.advised(first.groups) + advice.for_timeout(first, all_)
 
 
 def _of_late(
@@ -601,7 +628,7 @@ def _of_late(
         location=first.location,
         evidence=(*seen, *_facts(own[0] if own else first, all_)),
         fix="See what it did instead: a branch on the rank, batches of unequal number, a slow save "
-        "or evaluation, a crash. `ddpdoctor run` names the line." + _next_steps(first, all_),
+        "or evaluation, a crash. `ddpdoctor run` names the line." + advice.for_timeout(first, all_),
         traceback=first.traceback,
     )
 
@@ -624,50 +651,13 @@ def _not_understood(first: Occurrence, remarks: Sequence[Occurrence]) -> Finding
     )
 
 
-_RECORD = (
-    "To know more, run it with TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 "
-    "TORCH_FR_DUMP_TEMP_FILE=/shared/fr_ (before 2.8 TORCH_NCCL_TRACE_BUFFER_SIZE, before 2.9 "
-    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE): `ddpdoctor report --flight /shared` names rank and line."
-)
-_DUMPED = (
-    "If torch's Flight Recorder was on, as it is by default from torch 2.12, `ddpdoctor report "
-    "--flight DIR` reads what each rank wrote: DIR is that of TORCH_FR_DUMP_TEMP_FILE, else "
-    "~/.cache/torch or /tmp of each node."
-)
-_FIRST_ONE = (
-    "It is the first collective: try NCCL_P2P_DISABLE=1 (GPUs of one node), NCCL_IB_DISABLE=1 and "
-    "NCCL_SOCKET_IFNAME (several nodes), one at a time."
-)
-_PREPARES = re.compile(
-    r"(?i)\b(?:map|tokeniz|pre-?process|download|load|cach|pack|index|sav|checkpoint|evaluat"
-    r"|validat)"
-)
-_SLOW = (
-    "Where one rank prepares data or saves while the others wait: do it before the start, or "
-    "init_process_group(timeout=timedelta(hours=2))."
-)
-
-
-def _next_steps(first: Occurrence, all_: Sequence[Occurrence]) -> str:
-    """Return what else to do after a timeout of NCCL, as far as the log shows it."""
-    if name_of(first) not in ("nccl-timeout", "watchdog-stuck", "timed-out-elsewhere"):
-        return ""
-    texts = [each.text for each in all_]
-    off = any("FlightRecorder is disabled" in text for text in texts)
-    dumped = any("preparing to dump debug info" in text for text in texts)
-    steps = (
-        _FIRST_ONE if first.groups.get("seq") == "1" else "",
-        _SLOW if _PREPARES.search(first.doing) else "",
-        _DUMPED if dumped and not off else "",
-        _RECORD,
-    )
-    return "".join(f" {step}" for step in steps if step)
-
-
 def _facts(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
     """Yield earlier lines, other affected ranks, and doubts about its line."""
+    if first.failure is None:
+        yield from advice.where(first)
     if first.doing:
         yield f"before it the log says: {shortened(first.doing, 120)}"
+    yield from _scale_fell([each for each in all_ if each.order < first.order])
     all_in_it = together(all_) if name_of(first) == "nccl-timeout" else ()
     if all_in_it:
         yield (
@@ -686,6 +676,14 @@ def _facts(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
     if first.interleaved:
         yield "tracebacks of several processes are mixed here: its line is not certain"
     yield from _warned(first, [each for each in all_ if each.order < first.order])
+
+
+def _scale_fell(before: Sequence[Occurrence]) -> Iterator[str]:
+    """Report that gradients overflowed again and again before a failure."""
+    scales = [each for each in before if name_of(each) == "loss-scale-falls"]
+    if len(scales) >= _SHOWN:
+        fell = f"the loss scale fell {len(scales)} times, to {scales[-1].groups['scale']}"
+        yield f"before it {fell}: the gradients overflowed"
 
 
 def _warned(first: Occurrence, before: Sequence[Occurrence]) -> Iterator[str]:
@@ -813,10 +811,18 @@ def _consequences(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str
         lesser = Weight.CONSEQUENCE <= each.weight < first.weight and each.final
         if lesser and each.rank is not None and each.rank != first.rank:
             by_rank.setdefault(each.rank, each)
-    lost = list(by_rank.values())
-    yield from (_later(each, first, "as a consequence") for each in lost[:_SHOWN])
-    if len(lost) > _SHOWN:
-        yield f"{len(lost) - _SHOWN} more ranks failed after it"
+    alike: dict[str, list[Occurrence]] = defaultdict(list)
+    for each in by_rank.values():
+        alike[_said(each)].append(each)
+    for said, several in [*alike.items()][:_SHOWN]:
+        ranks = sorted(rank for rank, each in by_rank.items() if each in several)
+        yield (
+            _later(several[0], first, "as a consequence")
+            if len(ranks) == 1
+            else f"{named(ranks)}, as a consequence: each {said}"
+        )
+    if more := sum(map(len, [*alike.values()][_SHOWN:])):
+        yield f"{count(more, 'more rank')} failed after it"
 
 
 def _later(each: Occurrence, first: Occurrence, why: str) -> str:
@@ -824,8 +830,13 @@ def _later(each: Occurrence, first: Occurrence, why: str) -> str:
     if each.time is not None and first.time is not None:
         seconds = each.time - first.time
         delay = f" {seconds:.0f} s later" if _TOGETHER <= seconds <= ONE_RUN else ""
-    what = shortened(each.text.partition("\n")[0], 120) or _CUT
     if each.failure is not None:
-        what = each.failure.said(each.groups)
-        return f"{_subject(each)}{delay}, {why}: it {what}"
-    return f"{_subject(each)} failed{delay}, {why}: {what}"
+        return f"{_subject(each)}{delay}, {why}: it {_said(each)}"
+    return f"{_subject(each)} failed{delay}, {why}: {_said(each)}"
+
+
+def _said(each: Occurrence) -> str:
+    """Return the predicate of the sentence about a failure."""
+    if each.failure is None:
+        return shortened(each.text.partition("\n")[0], 120) or _CUT
+    return each.failure.said(each.groups)

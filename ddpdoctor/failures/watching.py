@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePath
 
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.failures.log import logs_inside
+from ddpdoctor.failures.files import logs_inside
 
 SETTLE = 10.0  # Seconds without a new line after which the logs of a job are read
 POLL = 2.0  # Seconds between two looks at the files

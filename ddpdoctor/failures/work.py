@@ -8,7 +8,7 @@ from itertools import pairwise, takewhile
 
 from ddpdoctor.failures import recognise
 from ddpdoctor.failures.lines import HEAD, clean, split_line, time_of
-from ddpdoctor.failures.occurrences import ALIKE
+from ddpdoctor.failures.occurrences import ALIKE, is_mention
 from ddpdoctor.failures.table import TABLE
 from ddpdoctor.failures.tracebacks import Kind, kind_of
 
@@ -32,9 +32,12 @@ COMPLAINT = re.compile(
 
 _LAST_WORDS = re.compile(
     r"(?i)(?<![\w/.=-])(?:\w*error(?:s|ed)?|\w*exception|fail(?:ed|ure|s)?|fatal|abort(?:ed|ing)?"
-    r"|crash(?:ed)?|killed|refused|denied|unreachable|unhealthy|evicted|exhausted|timed? ?out"
-    r"|fallen off|unable to|cannot|could not|couldn't|can't|not found|no such|unrecognized"
-    r"|usage(?=: \S+ (?:\[-|<)))(?![\w/.-]|[^\w\n]{0,4}(?:rate|loss)?[^\w\n]{0,4}[\d.]+(?:\W|$))"
+    r"|crash(?:ed)?|killed|died|segfault|out of memory|no space left|broken pipe|soft lockup"
+    r"|not responding|(?:closed|reset) by (?:remote|peer)|link (?:is )?down|unexpected (?:eof|end)"
+    r"|(?:nan|loss)\W+(?:exploded|stopping)|refused|denied|unreachable|unhealthy|evicted|exhausted"
+    r"|timed? ?out|fallen off|unable to|cannot|could not|couldn't|can't|not found|no such"
+    r"|unrecognized|usage(?=: \S+ (?:\[-|<)))"
+    r"(?![\w/-]|\.\w|[^\w\n]{0,4}(?:rate|loss)?[^\w\n]{0,4}\.?\d[\d.]*(?:\W|$))"
 )
 """Words for a failure in any line. A number after them is a measure of a working job."""
 
@@ -47,6 +50,7 @@ ERROR_LINE = next(each for each in TABLE if each.known.name == "error-line")
 DONE = re.compile(
     r"(?i)\b(?:train(?:ing)?|job|run|experiment|fine-?tuning)\b[^\n]{0,40}\b"
     r"(?:done|finished|completed?|succeeded|success\w*)\b|^done\W*$|\"success\""
+    r"|\b(?:done|finished|completed) (?:with )?training\b|`max_\w+=\S+` reached|'train_runtime'"
 )
 """The normal end of a job, after which only its clean-up may complain."""
 
@@ -68,9 +72,11 @@ def is_step(text: str) -> bool:
 
 
 def tells_of_failure(text: str) -> bool:
-    """Return whether a line has words for a failure, but none that is known."""
+    """Return whether a line has words for a failure, but does not report a known one."""
     harmless = _HARMLESS.search(text) or re.search(ERROR_LINE.unless, text)
-    return bool(_LAST_WORDS.search(text) and not harmless) and recognise(text) is None
+    known = recognise(text)
+    is_new = known is None or is_mention(text, known[0])
+    return bool(_LAST_WORDS.search(text) and not harmless) and is_new
 
 
 def shape_of(text: str) -> str:

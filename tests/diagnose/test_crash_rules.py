@@ -410,3 +410,11 @@ def test_a_checkpoint_torn_by_its_writers_that_reads_legacy_tar(doctor: Doctor) 
     assert "2 ranks write it at once" in words(result)
     # It depends on what was there at that moment how torch puts it.
     told_alike(doctor, result, "DDP501", "DDP945")
+
+
+def test_an_exception_comes_with_the_next_step(written: Written) -> None:
+    written.rank(1, [error("ModuleNotFoundError", "No module named 'apex.amp'", T0)])
+    written.exit(1, 1, T0 + SECOND)
+    found = next(each for each in written.findings(status=1) if each.code == "DDP901")
+    assert found.fix.startswith("`python -m pip show apex.amp`")
+    assert found.fix.endswith("Fix this exception.")

@@ -19,7 +19,8 @@ from ddpdoctor.commands import report
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.failures.entry import Failure, Known, Weight
 from ddpdoctor.failures.lines import clean, rank_of_file, split_line, time_of
-from ddpdoctor.failures.log import ANCHORS, COMMON, read
+from ddpdoctor.failures.log import read
+from ddpdoctor.failures.scan import ANCHORS, COMMON
 from ddpdoctor.failures.table import TABLE
 from ddpdoctor.failures.verdict import findings
 

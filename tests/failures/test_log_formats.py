@@ -18,9 +18,10 @@ import pytest
 from ddpdoctor.commands import report
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import Finding
-from ddpdoctor.failures import log
+from ddpdoctor.failures import files
+from ddpdoctor.failures.files import recoded
 from ddpdoctor.failures.lines import split_line, time_of
-from ddpdoctor.failures.log import read, recoded
+from ddpdoctor.failures.log import read
 from ddpdoctor.failures.verdict import findings
 
 TRACEBACK = """\
@@ -292,7 +293,7 @@ def test_zstd_takes_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "compression.zstd", None)
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(DoctorError, match="is compressed with zstd") as raised:
-        list(log.unpacked("job.zst", io.BytesIO(b"\x28\xb5\x2f\xfd and more")))
+        list(files.unpacked("job.zst", io.BytesIO(b"\x28\xb5\x2f\xfd and more")))
     assert "pip install zstandard" in raised.value.hint
 
 
@@ -393,3 +394,22 @@ def test_a_cut_traceback_says_less_than_a_lost_peer() -> None:
 def test_an_exception_in_a_debugger_is_quoted() -> None:
     found = one("Exception has occurred: KeyError\n'lr'\n\n  File \"a.py\", line 3, in main\n")
     assert found.code == "DDP900"
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"", "nothing in it"),
+        (b"\x7fELF\x02\x01\0\0\0", "does not begin with text"),
+        ("größere Schritte\n".encode("latin-1"), ""),
+        ("训练步骤 1\n".encode(), ""),
+    ],
+)
+def test_a_file_that_is_no_log_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], data: bytes, said: str
+) -> None:
+    (tmp_path / "a.log").write_bytes(data)
+    assert report.main(["--log", str(tmp_path / "a.log")]) == 0
+    told = "".join(capsys.readouterr())
+    assert said in told
+    assert ("nothing in it" in told or "does not begin" in told) == bool(said)

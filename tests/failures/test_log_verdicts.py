@@ -688,3 +688,15 @@ def test_the_first_failure_of_torchruns_report_comes_first() -> None:
         "  rank      : 3 (local_rank: 3)\n  exitcode  : -6 (pid: 43)\n"
     )
     assert one(report).message.startswith("rank 3 likely aborted")
+
+
+def test_ranks_that_lost_the_same_are_one_line() -> None:
+    lost = "RuntimeError: [/pytorch/gloo/pair.cc:553] Connection closed by peer [10.0.0.4]:6294"
+    raised = (
+        '[rank{0}]: Traceback (most recent call last):\n[rank{0}]:   File "/job/a.py", line 9, in '
+        "main\n[rank{0}]:     go()\n[rank{0}]: {1}\n"
+    )
+    log = "".join(raised.format(rank, lost) for rank in (0, 1, 3))
+    found = one(log + raised.format(2, "ValueError: bad"))
+    lines = [line for line in found.evidence if "as a consequence" in line]
+    assert lines == ["ranks 0, 1 and 3, as a consequence: each lost its connection to a peer"]

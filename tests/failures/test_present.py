@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.failures import log
+from ddpdoctor.failures import scan
 
 try:
     compiled: Any = importlib.import_module("ddpdoctor.failures._present")
@@ -57,10 +57,10 @@ def test_a_log_is_scanned_alike_with_and_without_it(monkeypatch: pytest.MonkeyPa
     if os.environ.get("DDPDOCTOR_PURE_PYTHON"):
         pytest.skip("DDPDOCTOR_PURE_PYTHON asks for the one without")
     lines = [b"epoch %d loss 0.5" % number for number in range(9_000)]
-    for number, anchor in enumerate(log.ANCHORS * 20):
+    for number, anchor in enumerate(scan.ANCHORS * 20):
         lines[97 * number % len(lines)] = b"said %d: " % number + anchor
     block = b"\n".join(lines) + b"\n"
-    found = list(log.Scan().starts(block, 0))
-    assert log._compiled is not None
-    monkeypatch.setattr(log, "_compiled", None)
-    assert list(log.Scan().starts(block, 0)) == found != []
+    found = list(scan.Scan().starts(block, 0))
+    assert scan._compiled is not None
+    monkeypatch.setattr(scan, "_compiled", None)
+    assert list(scan.Scan().starts(block, 0)) == found != []

@@ -116,6 +116,21 @@ def test_accounting_knows_a_job_for_longer(tools: Path, tmp_path: Path) -> None:
     assert job.logs == [f"{tmp_path}/slurm-88.out"]
 
 
+def test_accounting_of_newer_versions_knows_the_output_files(tools: Path, tmp_path: Path) -> None:
+    """Of each task of an array. The error file is empty if it is the output file."""
+    ended = "OUT_OF_MEMORY|0:125|0:0|None|n1|2026-11-27T19:31:40"
+    (tmp_path / "88_1.txt").write_text("step 1\n")
+    (tmp_path / "88_2.err").write_text("step 1\n")
+    rows = (
+        f"88_1|train|{ended}|{tmp_path}|88_1.txt|",
+        f"88_2|train|{ended}|{tmp_path}|/dev/null|{tmp_path}/88_2.err",
+    )
+    prints(tools, "sacct", "\n".join(rows))
+    job = slurm.job("88")
+    assert "JobId=88_2 JobState=OUT_OF_MEMORY" in job.said
+    assert (job.logs, job.missing) == ([f"{tmp_path}/88_1.txt", f"{tmp_path}/88_2.err"], "")
+
+
 def test_all_tasks_of_an_array_are_read(tools: Path, tmp_path: Path) -> None:
     lines = [
         _SHOWN.format(

@@ -22,8 +22,9 @@ from ddpdoctor.core import opening
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.hangs.hang_snapshot import RankState
+from ddpdoctor.failures.files import texts_of
 from ddpdoctor.failures.lines import LONGEST
-from ddpdoctor.failures.log import read, texts_of
+from ddpdoctor.failures.log import read
 from ddpdoctor.render import console
 from ddpdoctor.run import mapped, rundir
 from ddpdoctor.run.journal import Journal
@@ -409,7 +410,7 @@ def test_the_output_of_a_command_is_a_log(tmp_path: Path) -> None:
 
 
 def test_of_a_sparse_log_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpdoctor.failures.log.MAX_BYTES", 1 << 20)
+    monkeypatch.setattr("ddpdoctor.failures.files.MAX_BYTES", 1 << 20)
     path = tmp_path / "job.log"
     with path.open("wb") as file:
         file.truncate(1 << 40)

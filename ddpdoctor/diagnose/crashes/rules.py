@@ -34,7 +34,7 @@ from ddpdoctor.diagnose.crashes.out_of_memory import host_facts
 from ddpdoctor.diagnose.crashes.paths import path_fault
 from ddpdoctor.diagnose.crashes.pending_errors import raised_before_a_wait
 from ddpdoctor.diagnose.crashes.rank_endings import Ending
-from ddpdoctor.failures import recognise
+from ddpdoctor.failures import advice, recognise
 from ddpdoctor.failures.table import TABLE
 from ddpdoctor.run.snapshot import Run
 
@@ -100,6 +100,7 @@ def _exception(attempt: Attempt, cause: Ending) -> Finding | None:
     fix = "Fix this exception first; failures of other ranks follow from it."
     if not peers:
         fix = "Fix this exception."
+    fix = f"{advice.of_text(cause.text)} {fix}".strip()
     return attempt.finding(
         "DDP901",
         cause,

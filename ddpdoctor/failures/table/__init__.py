@@ -9,6 +9,7 @@ each example is recognised as its own entry, and as no other.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,6 +65,15 @@ def _with_plugins() -> tuple[Failure, ...]:
     plugins.load(plugins.FAILURES, failures, take, known=own)
     return tuple(failures.values())
 
+
+def _advice() -> Iterator[tuple[re.Pattern[str], str]]:
+    text = Path(__file__).with_name("advice.toml").read_text(encoding="utf-8")
+    for pattern, advice in tomllib.loads(text)["advice"]:
+        yield re.compile(pattern), advice
+
+
+ADVICE = tuple(_advice())
+"""The next step by the text of an exception that is not in the table."""
 
 TABLE = _with_plugins()
 """All of them; of two that match one line at the same weight, the first one counts."""

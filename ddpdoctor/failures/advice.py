@@ -1,0 +1,178 @@
+"""The next step after a failure: by an exception's type and frames, or by what a timeout shows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import NamedTuple
+
+from ddpdoctor.core.formatting import named
+from ddpdoctor.core.opening import whole
+from ddpdoctor.failures.entry import Weight
+from ddpdoctor.failures.lines import shortened, users_file
+from ddpdoctor.failures.occurrences import Occurrence, name_of
+from ddpdoctor.failures.table import ADVICE
+from ddpdoctor.failures.tracebacks import FRAME
+
+# -- Exceptions that the table of failures does not know
+
+
+_FIRST = "Fix this exception first; failures of other ranks follow from it."
+
+_CUT = (
+    "Get the rest of that rank's output, which names the exception: torchrun --log-dir DIR "
+    "--redirects 3 --tee 3 keeps each rank's."
+)
+
+_INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]|.*[/\\]python\d[\d.]*[/\\]")
+"""The directory of a library's package in a path."""
+
+_IN_WORKER = re.compile(r"_utils[/\\]worker\.py\"|Caught \w+ in DataLoader worker")
+_COLLATES = re.compile(r"_utils[/\\]collate\.py\"")
+
+
+class _Place(NamedTuple):
+    """A frame of a traceback."""
+
+    path: str
+    line: int
+    function: str
+
+    @property
+    def short(self) -> str:
+        """The path within the packages that are installed."""
+        return shortened(_INSTALLED.sub("", self.path))
+
+    @property
+    def package(self) -> str:
+        """The first directory of that path, or the module."""
+        return re.split(r"[/\\]", self.short)[0].removesuffix(".py")
+
+    def __str__(self) -> str:
+        return f"{self.short}:{self.line}" + (f" ({self.function})" if self.function else "")
+
+
+def _places(traceback: str) -> list[_Place]:
+    """Return the frames of the last traceback of a chain."""
+    frames = filter(None, map(FRAME.match, traceback.splitlines()))
+    return [_Place(each["path"], whole(each["line"]), each["name"] or "") for each in frames]
+
+
+def where(first: Occurrence) -> Iterator[str]:
+    """Name the line of a library in which an exception was raised or cut off."""
+    places = [] if first.interleaved else _places(first.traceback)
+    if places and not users_file(places[-1].path):
+        yield f"{'raised in' if first.text else 'the last frame shown is'} {places[-1]}"
+
+
+def for_exception(first: Occurrence, failed: Collection[int], all_: Sequence[Occurrence]) -> str:
+    """Return what to do about an exception that the table does not know.
+
+    Args:
+        first: The exception.
+        failed: The ranks that raised it.
+        all_: All occurrences in the run.
+    """
+    worker, own = _by_worker(first), of_text(first.text) if first.text else _CUT
+    own = own or (_by_place(first) if not worker else "")
+    return " ".join(filter(None, (worker, own, _by_rank(failed, all_), _FIRST)))
+
+
+def _by_worker(first: Occurrence) -> str:
+    """Return advice on an exception of a DataLoader worker."""
+    if not _IN_WORKER.search(first.traceback):
+        return ""
+    if _COLLATES.search(first.traceback):
+        return (
+            "The samples of a batch differ in their keys, types or shapes: compare what the "
+            "dataset returns, or pass a collate_fn."
+        )
+    return (
+        "The dataset raised it in a DataLoader worker, for one of its samples: num_workers=0 stops "
+        "there, and __getitem__ can print the index."
+    )
+
+
+def _by_place(first: Occurrence) -> str:
+    """Return advice by whose line raised an exception of any type."""
+    places = [] if first.interleaved else _places(first.traceback)
+    if not places:
+        return ""
+    place, checks = places[-1], first.text.startswith("AssertionError")
+    if users_file(place.path):
+        if checks:
+            return "It is a check of the script: print what it compares, on that rank."
+        lookup = first.text.startswith(("KeyError", "IndexError"))
+        return (
+            "Print the keys, or the length, just before that line, on that rank." if lookup else ""
+        )
+    if checks:
+        return (
+            f"It is a check of {place.package}, whose condition stands at {place.short}:"
+            f"{place.line}: compare it with the configuration and the number of ranks."
+        )
+    passed = f"{first.location or 'the script'} passes to {place.package}"
+    return f"See what {passed}, and whether its installed version is the one that is meant."
+
+
+def of_text(text: str) -> str:
+    """Return advice by an exception's own words. Empty if there is none."""
+    found = ((pattern.search(text), advice) for pattern, advice in ADVICE)
+    return next((match.expand(advice) for match, advice in found if match), "")
+
+
+def _by_rank(failed: Collection[int], all_: Sequence[Occurrence]) -> str:
+    """Return what the ranks that raised it tell of its cause."""
+    # A launcher reports that it stopped the others, which may not have come to raise it.
+    seen = {e.rank for e in all_ if e.rank is not None and e.weight != Weight.WRAPPER}
+    if len(failed) > 1 and seen <= {*failed}:
+        return (
+            f"All ranks of the log ({named(failed)}) raised it, so it hardly depends on the rank: "
+            "try it with one process."
+        )
+    if len(failed) == 1 and len(seen) > 1:
+        return f"The log shows it of {named(failed)} alone: see its data, its node, its branches."
+    return ""
+
+
+# -- Timeouts of NCCL
+
+
+_RECORD = (
+    "To know more, run it with TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1 "
+    "TORCH_FR_DUMP_TEMP_FILE=/shared/fr_ (before 2.8 TORCH_NCCL_TRACE_BUFFER_SIZE, before 2.9 "
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE): `ddpdoctor report --flight /shared` names rank and line."
+)
+_DUMPED = (
+    "If torch's Flight Recorder was on, as it is by default from torch 2.12, `ddpdoctor report "
+    "--flight DIR` reads what each rank wrote: DIR is that of TORCH_FR_DUMP_TEMP_FILE, else "
+    "~/.cache/torch or /tmp of each node."
+)
+_FIRST_ONE = (
+    "It is the first collective: try NCCL_P2P_DISABLE=1 (GPUs of one node), NCCL_IB_DISABLE=1 and "
+    "NCCL_SOCKET_IFNAME (several nodes), one at a time."
+)
+_PREPARES = re.compile(
+    r"(?i)\b(?:map|tokeniz|pre-?process|download|load|cach|pack|index|sav|checkpoint|evaluat"
+    r"|validat)"
+)
+_SLOW = (
+    "Where one rank prepares data or saves while the others wait: do it before the start, or "
+    "init_process_group(timeout=timedelta(hours=2))."
+)
+
+
+def for_timeout(first: Occurrence, all_: Sequence[Occurrence]) -> str:
+    """Return what else to do after a timeout of NCCL, as far as the log shows it."""
+    if name_of(first) not in ("nccl-timeout", "watchdog-stuck", "timed-out-elsewhere"):
+        return ""
+    texts = [each.text for each in all_]
+    off = any("FlightRecorder is disabled" in text for text in texts)
+    dumped = any("preparing to dump debug info" in text for text in texts)
+    steps = (
+        _FIRST_ONE if first.groups.get("seq") == "1" else "",
+        _SLOW if _PREPARES.search(first.doing) else "",
+        _DUMPED if dumped and not off else "",
+        _RECORD,
+    )
+    return "".join(f" {step}" for step in steps if step)

@@ -1,0 +1,102 @@
+"""What is said of an exception that the table does not know, beyond its own words."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddpdoctor.failures.table import ADVICE
+from tests.support.log_lines import one
+
+_LIBRARY = "/opt/lib/python3.11/site-packages"
+_FRAMES = (
+    "Traceback (most recent call last):",
+    '  File "/job/train.py", line 9, in <module>',
+    "    main()",
+)
+_IN = (f'  File "{_LIBRARY}/megalib/core/layers.py", line 52, in divide', "    assert a % b == 0")
+_WORKER = (
+    "KeyError: Caught KeyError in DataLoader worker process 0.",
+    "Original Traceback (most recent call last):",
+    f'  File "{_LIBRARY}/torch/utils/data/_utils/worker.py", line 7, in _worker_loop',
+    "    data = fetcher.fetch(index)",
+)
+_COLLATE = (
+    f'  File "{_LIBRARY}/torch/utils/data/_utils/collate.py", line 84, in default_collate',
+    "    return elem_type({key: [d[key] for d in batch]})",
+)
+_ITEM = ('  File "/job/data.py", line 31, in __getitem__', "    return self.items[index]")
+
+
+def raised(*lines: str, rank: int = 1) -> str:
+    return "".join(f"[rank{rank}]: {line}\n" for line in (*_FRAMES, *lines))
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (("ModuleNotFoundError: No module named 'apex.amp'",), "pip show apex.amp` in"),
+        (("ImportError: cannot import name 'x' from 'y' (/y.py)",), "another version"),
+        (("TypeError: f() got an unexpected keyword argument 'dtype'",), "another version"),
+        (("FileNotFoundError: [Errno 2] No such file or directory: 'a'",), "working directory"),
+        (("FileExistsError: [Errno 17] File exists: 'out'",), "exist_ok=True"),
+        (("PermissionError: [Errno 13] Permission denied: '/data/x'",), "ls -ld"),
+        (("json.decoder.JSONDecodeError: Expecting value: line 1",), "had finished"),
+        (("OSError: [Errno 116] Stale file handle: '/data/x'",), "dmesg"),
+        (("ConnectionRefusedError: [Errno 111] Connection refused",), "is a service of the job"),
+        (("RuntimeError: Tensors must be contiguous",), ".contiguous()"),
+        (("ValueError: Invalid rank 4, rank should be in the interval",), "leave both out"),
+        (("IndexError: Target 10 is out of bounds.",), "outside of 0..classes-1"),
+        (("x.Timeout: The file lock '/c/x.lock' is held",), "holds the lock"),
+        (("KeyError: 'image'",), "Print the keys"),
+        ((*_IN, "AssertionError: 96 is not divisible by 64"), "megalib/core/layers.py:52: compare"),
+        (("AssertionError: no data",), "check of the script"),
+        ((*_IN, "ValueError: bad"), "See what /job/train.py:9 passes to megalib"),
+        ((*_WORKER, *_COLLATE, "KeyError: 'image'"), "The samples of a batch differ"),
+        ((*_WORKER, *_ITEM, "KeyError: 'image'"), "num_workers=0"),
+        (_IN, "Get the rest of that rank's output"),
+    ],
+)
+def test_an_exception_comes_with_the_next_step(lines: tuple[str, ...], said: str) -> None:
+    found = one(raised(*lines))
+    assert found.code == "DDP901"
+    assert said in found.fix
+
+
+def test_the_line_of_a_library_is_named_beside_the_users() -> None:
+    found = one(raised(*_IN, "ValueError: bad"))
+    assert str(found.location) == "/job/train.py:9"
+    assert "raised in megalib/core/layers.py:52 (divide)" in found.evidence
+    assert str(one(raised(*_WORKER, *_ITEM, "KeyError: 'image'")).location) == "/job/data.py:31"
+
+
+def test_what_all_ranks_raise_does_not_depend_on_the_rank() -> None:
+    found = one(raised("KeyError: 'x'", rank=0) + raised("KeyError: 'x'", rank=1))
+    assert "All ranks of the log (ranks 0 and 1) raised it" in found.fix
+
+
+def test_what_one_rank_raises_may_be_of_its_data() -> None:
+    lost = "RuntimeError: [/pytorch/gloo/pair.cc:553] Connection closed by peer [10.0.0.4]:6294"
+    found = one(raised("KeyError: 'x'", rank=2) + raised(lost, rank=0))
+    assert found.ranks == (2,)
+    assert "of rank 2 alone" in found.fix
+    assert "alone" not in one(raised("KeyError: 'x'")).fix
+
+
+def test_a_loss_scale_that_fell_is_shown_before_an_exception() -> None:
+    fell = "".join(f"overflow detected, setting loss scale to: 0.{n}\n" for n in (25, 12, 6))
+    assert any("fell 3 times, to 0.6" in line for line in one(fell + raised(*_IN)).evidence)
+    found = one(fell.replace("0.", "64") + raised(*_IN))
+    assert not any("loss scale" in line for line in found.evidence)
+
+
+def test_lines_and_paths_of_any_length_are_read() -> None:
+    frame = f'  File "{_LIBRARY}/{"x/" * 5000}a.py", line {"9" * 5000}, in f'
+    found = one(raised(frame, "    f()", "ValueError: bad"))
+    assert found.code == "DDP901"
+    assert len(found.fix) < 1000
+
+
+def test_advice_is_in_whole_sentences_and_looks_only_so_far_ahead() -> None:
+    for pattern, advice in ADVICE:
+        assert advice.endswith("."), advice
+        assert "[^\\n]*" not in pattern.pattern and ".*" not in pattern.pattern
