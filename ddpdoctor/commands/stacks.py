@@ -75,10 +75,7 @@ def main(words: Sequence[str]) -> int:
     given = PARSER.read(words)
     ranks = set().union(*given.get("--rank", ())) or None
     name = PARSER.one_run(given)
-    if is_of_job(name, given):
-        taken = _of_job(name, ranks, given)
-    else:
-        taken = _take(name, ranks, given)
+    taken = _of_job(name, ranks, given) if is_of_job(name, given) else _take(name, ranks, given)
     missing = (ranks or set()) - {each.rank for each in taken.stacks}
     if missing:
         raise DoctorError(
