@@ -151,6 +151,10 @@ def main() -> None:
             assert pure[0].name.endswith("-py3-none-any.whl"), pure
             (scratch / "again").mkdir()
             try_in(*found[0], pure, scratch / "again")
+            for tool in (("uvx", "--from"), ("pipx", "run", "--spec")):
+                if shutil.which(tool[0]):
+                    run(*tool, pure[0], "ddpdoctor", "--version", cwd=scratch)
+                    print(f"{tool[0]} starts it")
         if asked.outdir is not None:
             asked.outdir.mkdir(parents=True, exist_ok=True)
             for file in files:
