@@ -298,6 +298,8 @@ class Look:
         if self.stood < MIN_SILENCE:
             return []
         if self.dumps is not None:
+            import ddpdoctor.diagnose.all_rules  # noqa: F401 (registers the rules)
+
             run = self.dumps.run
             found = [each for each in examine(run, RULES.values()) if self.dumps.proves(each.code)]
             if found:
@@ -374,7 +376,7 @@ def _looks(job: Job, seconds: float) -> tuple[list[dict[int, RankStacks]], float
     found: list[dict[int, RankStacks]] = []
     while len(found) < MIN_LOOKS or time.monotonic() < began + seconds:
         if found:
-            pause(min(BETWEEN, max(seconds, 1.0) / (MIN_LOOKS - 1)))
+            pause(min(BETWEEN, seconds / (MIN_LOOKS - 1)))
         found.append({each.rank: each for each in read(job.ranks.items())})
     return found, time.monotonic() - began
 

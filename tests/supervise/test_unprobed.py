@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -21,6 +22,7 @@ from ddpdoctor.supervise import unprobed
 from ddpdoctor.supervise.unprobed import Job, Look
 from ddpdoctor.system.proc import last_ran
 from tests.conftest import LIMIT, Doctor
+from tests.support.flight_files import entry, write
 
 pytestmark = pytest.mark.skipif(find_py_spy() is None, reason="py-spy is not installed")
 
@@ -110,6 +112,16 @@ STARTS = (
 )
 
 
+def wait_for_ranks(pid: int, ranks: int) -> Job:
+    deadline = time.monotonic() + LIMIT
+    while True:
+        assert time.monotonic() < deadline
+        with contextlib.suppress(DoctorError):
+            job = unprobed.find(pid)
+            if len(job.ranks) == ranks:
+                return job
+
+
 def test_ranks_are_found_from_the_launcher_a_rank_or_a_process_of_a_rank(tmp_path: Path) -> None:
     launcher = tmp_path / "launcher.sh"
     port = str(os.getpid())
@@ -119,12 +131,7 @@ def test_ranks_are_found_from_the_launcher_a_rank_or_a_process_of_a_rank(tmp_pat
         f'RANK=0 sh -c \'"{sys.executable}" -c "{SLEEPS}"; true\' &\nwait\n'
     )
     with started(["sh", str(launcher)]) as pid:
-        deadline = time.monotonic() + LIMIT
-        job: Job | None = None
-        while job is None or len(job.ranks) < 2:
-            assert time.monotonic() < deadline
-            with contextlib.suppress(DoctorError):
-                job = unprobed.find(pid)
+        job = wait_for_ranks(pid, 2)
         assert list(job.ranks) == [0, 2] and job.world_size == 4
         # The shell around rank 0 has its number, too, and so has what rank 2 starts.
         assert all("-c" in each.words for each in job.ranks.values())
@@ -175,6 +182,51 @@ def test_the_kernel_says_when_a_process_ran_last() -> None:
             assert time.monotonic() - began < LIMIT
         assert ago < time.monotonic() - began + 5
         process.kill()
+
+
+def test_files_of_flight_recorders_say_more_than_the_stacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unprobed, "MIN_SILENCE", 0.1)
+    launcher = tmp_path / "launcher.sh"
+    launcher.write_text(
+        f"export WORLD_SIZE=2 MASTER_PORT={os.getpid()}\n"
+        f"RANK=1 '{sys.executable}' -c \"{SLEEPS}\" &\n"
+        f"RANK=0 '{sys.executable}' -c \"{SLEEPS}\" &\nwait\n"
+    )
+    folder = tmp_path / "dumps"
+    folder.mkdir()
+    prefix = str(write(folder, 0, []))[:-1]
+    with started(["sh", str(launcher)], TORCH_FR_DUMP_TEMP_FILE=prefix) as pid:
+        job = wait_for_ranks(pid, 2)
+        older = unprobed.look(job, 0.1)
+        assert older.dumps is not None
+        os.utime(f"{prefix}0", (1, 1))
+        # Of an earlier job.
+        assert unprobed.look(job, 0.1).dumps is None
+        write(folder, 0, [entry(1, line=7), entry(2, line=9, done=False)])
+        write(folder, 1, [entry(1, line=7)])
+        look = unprobed.look(job, 0.1)
+        (finding,) = look.findings
+        assert (finding.code, finding.ranks) == ("DDP802", (1,)), finding
+        assert any("left files" in line for line in unprobed.remarks(look))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    os.getuid() != 0 or shutil.which("setpriv") is None, reason="it takes root to give up ptrace"
+)
+def test_where_ptrace_is_refused_it_says_what_to_do(doctor: Doctor) -> None:
+    without = ["setpriv", "--bounding-set", "-sys_ptrace", "--inh-caps", "-sys_ptrace"]
+    with started([sys.executable, "-c", SLEEPS], RANK="0", WORLD_SIZE="1") as pid:
+        wait_for_ranks(pid, 1)
+        command = [*without, sys.executable, "-m", "ddpdoctor", "attach", "--for", "0.1", str(pid)]
+        shown = subprocess.run(command, capture_output=True, text=True, env=doctor.environment())
+    if "may not look" not in shown.stdout:
+        pytest.skip("it is permitted here all the same")
+    assert shown.returncode == 0 and "Traceback" not in shown.stderr
+    assert "sudo sysctl kernel.yama.ptrace_scope=0" in shown.stdout
+    assert "no verdict" not in shown.stdout and "DDP" not in shown.stdout
 
 
 # -- jobs that hang, and one that does not
