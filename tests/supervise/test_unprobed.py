@@ -140,8 +140,10 @@ def test_ranks_are_found_from_the_launcher_a_rank_or_a_process_of_a_rank(tmp_pat
             assert {rank: p.pid for rank, p in unprobed.find(each.pid).ranks.items()} == {
                 rank: p.pid for rank, p in job.ranks.items()
             }
-        below = psutil.Process(job.ranks[2].pid).children()
-        assert below and unprobed.find(below[0].pid).ranks == job.ranks
+        deadline = time.monotonic() + LIMIT
+        while not (below := psutil.Process(job.ranks[2].pid).children()):
+            assert time.monotonic() < deadline
+        assert unprobed.find(below[0].pid).ranks == job.ranks
         # There may be a newer one.
         newest = unprobed.find(None)
         assert newest.ranks and MARK not in newest.environ
