@@ -397,10 +397,14 @@ def read(ranks: Iterable[tuple[int, Listed]]) -> list[RankStacks]:
         RankStacks(rank, 0, each.pid, host, state=read_state(each.pid), trouble=trouble)
         for rank, each in ranks
     ]
-    found = capture.read_silent(asked, capture.PATIENCE)
-    if any(each.note.startswith(capture.SAID) for each in found):
-        # A stack that changes while it is read is often damaged.
-        found = capture.read_silent(found, capture.PATIENCE)
+    most = capture.MAX_PROCESSES
+    found: list[RankStacks] = []
+    for part in (asked[each : each + most] for each in range(0, len(asked), most)):
+        seen = capture.read_silent(part, capture.PATIENCE)
+        if any(each.note.startswith(capture.SAID) for each in seen):
+            # A stack that changes while it is read is often damaged.
+            seen = capture.read_silent(seen, capture.PATIENCE)
+        found += seen
     return [replace(each, note="") if each.threads else each for each in found]
 
 
