@@ -30,7 +30,7 @@ from ddpdoctor.diagnose.hangs.hang_snapshot import (
     find_blocked,
     hang_snapshot,
 )
-from ddpdoctor.diagnose.hangs.process_activity import doing
+from ddpdoctor.diagnose.hangs.process_activity import MIN_STIR, doing
 from ddpdoctor.diagnose.source_files import brief, statement
 from ddpdoctor.run.names import MARK, MOST_WORLD
 from ddpdoctor.run.records.supervisor import Frame, HangRecord, RankEvidence, RankStacks
@@ -340,7 +340,8 @@ def look(job: Job, seconds: float) -> Look:
         found.append(evidence)
     if not found:
         raise DoctorError("the job has ended")
-    record = _record(job, found, clock, everybody=not moving)
+    still = not moving and (any(map(_waits, found)) or not any(map(_stirs, found)))
+    record = _record(job, found, clock, everybody=still)
     run = Run(Path(), {}, (), supervisor=Records((record,)), taken=record.time)
     return Look(job, lasted, run, frozenset(moving), since)
 
@@ -386,8 +387,17 @@ def _moves(evidence: RankEvidence, looks: Sequence[RankStacks]) -> bool:
     if len({(_place(each), _where(_main(each))) for each in looks}) > 1:
         return True
     # Other waits may poll, and so do some of NCCL's.
-    waits = evidence.phase != Phase.OTHER.label and evidence.backend != "nccl"
-    return waits and evidence.activity is not None and evidence.activity.switches > MAX_WAKES
+    one = _waits(evidence) and evidence.backend != "nccl"
+    return one and evidence.activity is not None and evidence.activity.switches > MAX_WAKES
+
+
+def _waits(evidence: RankEvidence) -> bool:
+    return evidence.phase != Phase.OTHER.label
+
+
+def _stirs(evidence: RankEvidence) -> bool:
+    """Return whether a thread computes. A script may train in another one than the main thread."""
+    return evidence.activity is not None and evidence.activity.cpu >= MIN_STIR
 
 
 def read(ranks: Iterable[tuple[int, Listed]]) -> list[RankStacks]:

@@ -214,6 +214,26 @@ def test_files_of_flight_recorders_say_more_than_the_stacks(
         assert any("left files" in line for line in unprobed.remarks(look))
 
 
+@pytest.mark.parametrize("idle", [False, True])
+def test_training_in_another_thread_is_no_hang(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, idle: bool
+) -> None:
+    monkeypatch.setattr(unprobed, "MIN_SILENCE", 0.1)
+    script = tmp_path / "train.py"
+    work = "time.sleep(3600)" if idle else "sum(range(10**5)); time.sleep(0.01)"
+    script.write_text(
+        f"import threading, time\n\ndef train():\n    while True:\n        {work}\n\n"
+        "thread = threading.Thread(target=train)\nthread.start()\nthread.join()\n"
+    )
+    with started([sys.executable, str(script)], RANK="0", WORLD_SIZE="1") as pid:
+        job = wait_for_ranks(pid, 1)
+        deadline = time.monotonic() + LIMIT
+        # Until the main thread waits for the other one.
+        while not (look := unprobed.look(job, 0.3)).stood or look.moving:
+            assert time.monotonic() < deadline
+        assert [each.code for each in look.findings] == (["DDP814"] if idle else [])
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     os.getuid() != 0 or shutil.which("setpriv") is None, reason="it takes root to give up ptrace"
