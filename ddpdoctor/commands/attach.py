@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import shutil
@@ -11,13 +10,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
 from ddpdoctor.commands.stacks import is_of_job, print_stacks
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.formatting import duration, shown
 from ddpdoctor.core.job import DEFAULT_PORT
-from ddpdoctor.core.opening import integer, relative_path
+from ddpdoctor.core.opening import integer, relative_path, whose
 from ddpdoctor.core.options import DIRECTORY, PATH_MAP, Given, Parser, number, seconds
 from ddpdoctor.debug import attach_points, vscode_configurations
 from ddpdoctor.debug.vscode_files import current_directory, find_workspace
@@ -190,26 +187,19 @@ def _examine(pid: int | None, given: Given) -> int:
 
 def _inject(pid: int) -> int:
     """Open a debug port for a process that runs without ddpdoctor."""
-    try:
-        process = psutil.Process(pid)
-        name = process.name()
-    except psutil.Error:
-        raise DoctorError(f"there is no process {pid}") from None
-    with contextlib.suppress(psutil.Error):
-        if MARK in process.environ():
-            raise DoctorError(
-                f"process {pid} belongs to a run of ddpdoctor",
-                "`ddpdoctor attach` shows the port of its rank",
-            )
-    try:
-        maps = Path(f"/proc/{pid}/maps").read_text()
-    except OSError as error:
-        raise DoctorError(f"process {pid} cannot be read: {error.strerror}") from None
-    if "python" not in maps:
-        raise DoctorError(f"process {pid} ({name}) is not a Python process")
-    if process.uids().effective != os.geteuid():
+    from ddpdoctor.supervise import unprobed
+
+    process = unprobed.of_pid(pid)
+    if MARK in process.environ:
         raise DoctorError(
-            f"process {pid} belongs to uid {process.uids().effective}",
+            f"process {pid} belongs to a run of ddpdoctor",
+            "`ddpdoctor attach` shows the port of its rank",
+        )
+    if not unprobed.maps(process, "python"):
+        raise DoctorError(f"process {pid} is not a Python process")
+    if process.uid != os.geteuid():
+        raise DoctorError(
+            f"process {pid} belongs to {whose(process.uid)}",
             "run this command as that user: the port lets in only that user and root",
         )
     own = attach_points.runs_code(pid)

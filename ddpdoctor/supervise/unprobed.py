@@ -93,6 +93,20 @@ class Job:
         return frozenset(range(own - local, own - local + many)) - self.ranks.keys()
 
 
+def of_pid(pid: int) -> Listed:
+    """Return a process of this user, or of any user for root.
+
+    Raises:
+        DoctorError: There is none, or it belongs to another user.
+    """
+    found = named(PROC, pid)
+    if found is None or not found.alive:
+        raise DoctorError(f"there is no process {pid}")
+    if os.geteuid() not in (0, found.uid):
+        raise DoctorError(f"process {pid} belongs to {whose(found.uid)}", ask_as(found.uid))
+    return found
+
+
 def find(pid: int | None) -> Job:
     """Find the job that a process belongs to: a rank, its launcher, or a process of a rank.
 
@@ -102,14 +116,8 @@ def find(pid: int | None) -> Job:
     Raises:
         DoctorError: There is none, or it belongs to another user or to a run of ddpdoctor.
     """
-    uid = os.geteuid()
-    chosen = named(PROC, pid) if pid is not None else None
-    if pid is not None and (chosen is None or not chosen.alive):
-        raise DoctorError(f"there is no process {pid}")
-    if chosen is not None and chosen.uid != uid:
-        if uid != 0:
-            raise DoctorError(f"process {pid} belongs to {whose(chosen.uid)}", ask_as(chosen.uid))
-        uid = chosen.uid
+    chosen = of_pid(pid) if pid is not None else None
+    uid = chosen.uid if chosen is not None else os.geteuid()
     processes = {each.pid: each for each in listed(PROC) if each.uid == uid and each.alive}
     jobs = _jobs(processes)
     if chosen is None:
@@ -136,7 +144,7 @@ def _jobs(processes: Mapping[int, Listed]) -> list[Job]:
         for each in processes.values():
             environ = each.environ
             number, world = (whole(environ.get(name, ""), -1) for name in (rank_name, world_name))
-            if 0 <= number < world <= MOST_WORLD and _maps(each, "python"):
+            if 0 <= number < world <= MOST_WORLD and maps(each, "python"):
                 key = tuple(environ.get(name, "") for name in (*_JOBS, world_name))
                 grouped[key].append((number, each, environ))
         if grouped:
@@ -195,9 +203,9 @@ def _spawned(chosen: Listed) -> list[Job]:
     start.
     """
     above = named(PROC, chosen.parent)
-    for parent in (chosen.pid, *([above.pid] if above and _maps(above, _TORCH) else [])):
+    for parent in (chosen.pid, *([above.pid] if above and maps(above, _TORCH) else [])):
         started = (named(PROC, each) for each in children(parent))
-        ranks = [each for each in started if each is not None and _maps(each, _TORCH)]
+        ranks = [each for each in started if each is not None and maps(each, _TORCH)]
         stacks = read(enumerate(ranks))
         ranks = [
             process
@@ -209,7 +217,7 @@ def _spawned(chosen: Listed) -> list[Job]:
             break
     else:
         ranks = [chosen]
-        if not _maps(chosen, "python"):
+        if not maps(chosen, "python"):
             raise DoctorError(
                 f"process {chosen.pid} is no rank of a job, and started none",
                 "name the launcher (torchrun), or a Python process",
@@ -218,7 +226,8 @@ def _spawned(chosen: Listed) -> list[Job]:
     return [Job(dict(enumerate(ranks)), 0, _name(chosen, chosen), first.environ)]
 
 
-def _maps(process: Listed, library: str) -> bool:
+def maps(process: Listed, library: str) -> bool:
+    """Return whether a process has mapped a file with such a name."""
     try:
         return library in (process.folder / "maps").read_text(errors="replace")
     except OSError:
