@@ -38,6 +38,8 @@ STATUSES = {"check": (0, 1, 2), "report": (1, 2)}
 
 LOG = "[rank1]: RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB\n"
 
+SCHEMAS = " ".join(sorted(each.name for each in (ROOT / "ddpdoctor" / "schemas").iterdir()))
+
 SCRIPT = """
 import importlib.util, json, sys
 from importlib.resources import files
@@ -46,9 +48,9 @@ assert "site-packages" in ddpdoctor.__file__, ddpdoctor.__file__
 assert ddpdoctor.examine and ddpdoctor.read_run and ddpdoctor.Finding
 root = files("ddpdoctor")
 assert root.joinpath("py.typed").is_file()
-schemas = [json.loads(each.read_text()) for each in root.joinpath("schemas").iterdir()]
-assert len(schemas) == 7, schemas
-print(*(name for name in sys.argv[1:] if importlib.util.find_spec(name)))
+schemas = {each.name for each in root.joinpath("schemas").iterdir() if json.loads(each.read_text())}
+assert schemas == set(sys.argv[1].split()), schemas
+print(*(name for name in sys.argv[2:] if importlib.util.find_spec(name)))
 """
 
 
@@ -117,7 +119,7 @@ def try_in(version: str, python: str, files: Sequence[Path], scratch: Path) -> N
     work = scratch / f"work-{version}"  # Not the checkout, which Python would import instead.
     work.mkdir()
     (work / "job.log").write_text(LOG)
-    core = run(home / "bin" / "python", "-c", SCRIPT, *COMPILED, cwd=work).split()
+    core = run(home / "bin" / "python", "-c", SCRIPT, SCHEMAS, *COMPILED, cwd=work).split()
     if core and len(core) != len(COMPILED):
         sys.exit(f"Python {version}: {file.name} has {core} alone")
     for pure in ("", "1") if core else ("",):
@@ -149,6 +151,10 @@ def main() -> None:
             assert pure[0].name.endswith("-py3-none-any.whl"), pure
             (scratch / "again").mkdir()
             try_in(*found[0], pure, scratch / "again")
+            for tool in (("uvx", "--from"), ("pipx", "run", "--spec")):
+                if shutil.which(tool[0]):
+                    run(*tool, pure[0], "ddpdoctor", "--version", cwd=scratch)
+                    print(f"{tool[0]} starts it")
         if asked.outdir is not None:
             asked.outdir.mkdir(parents=True, exist_ok=True)
             for file in files:

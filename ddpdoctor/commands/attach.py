@@ -1,8 +1,7 @@
-"""``ddpdoctor attach``: where to attach a debugger to the ranks of live runs."""
+"""``ddpdoctor attach``: where to attach a debugger to live runs; what jobs of others do."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import shutil
@@ -11,13 +10,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
+from ddpdoctor.commands.stacks import is_of_job, print_stacks
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.formatting import duration, shown
 from ddpdoctor.core.job import DEFAULT_PORT
-from ddpdoctor.core.opening import integer, relative_path
-from ddpdoctor.core.options import DIRECTORY, PATH_MAP, Given, Parser, number
+from ddpdoctor.core.opening import integer, relative_path, whose
+from ddpdoctor.core.options import DIRECTORY, PATH_MAP, Given, Parser, number, seconds
 from ddpdoctor.debug import attach_points, vscode_configurations
 from ddpdoctor.debug.vscode_files import current_directory, find_workspace
 from ddpdoctor.run import rundir
@@ -28,12 +26,21 @@ PARSER = Parser(
     "attach",
     """\
 Usage: ddpdoctor attach [OPTIONS] [RUN]
+       ddpdoctor attach [--for SECONDS] PID | --job
+       ddpdoctor attach --debug PID
 
 Show where a debugger attaches to the ranks of your live runs, and what each
 rank does. RUN is a run's name or directory [default: all live runs, those of
 the workspace first].
 
+Of a job that runs without ddpdoctor, show what each rank does, who waits for
+whom, the stacks, and why it hangs if it has for 30 seconds. PID is a rank, or
+the launcher. py-spy reads the stacks; no rank is paused, and nothing is loaded
+into it.
+
 Options:
+  --job             Your newest job that runs without ddpdoctor.
+  --for SECONDS     Watch that job, or the one of PID, for so long [default: 5].
   --write           Put the ranks into .vscode/launch.json, one attach
                     configuration each.
   --workspace DIR   The folder that VS Code opens
@@ -43,13 +50,20 @@ Options:
   --tunnel          For an editor on another machine: the ssh line that forwards
                     the ports, and with --write its local ends.
   --rank N          Print the line that attaches Neovim (nvim-dap) to rank N.
-  --gdb PID         Inject debugpy into a Python process that runs without
-                    ddpdoctor, and hold a port for it until Ctrl-C; needs gdb.
+  --debug PID       Load debugpy into a Python process that runs without
+                    ddpdoctor, and hold a port for it until Ctrl-C. Python 3.14
+                    does that itself; older ones need gdb, which stops it.
   -h, --help        Show this text.
 
 Exit status: 0; 2 if there is no such run, rank or process.
 """,
-    {"--workspace": DIRECTORY, "--path-map": PATH_MAP, "--rank": number(), "--gdb": number()},
+    {
+        "--workspace": DIRECTORY,
+        "--path-map": PATH_MAP,
+        "--rank": number(),
+        "--debug": number(),
+        "--for": seconds(),
+    },
 )
 
 
@@ -57,8 +71,16 @@ def main(words: Sequence[str]) -> int:
     """Show, write or print the attach points of live runs."""
     given = PARSER.read(words)
     name = PARSER.one_run(given)
-    if "--gdb" in given:
-        return _inject(given.options["--gdb"])
+    if "--debug" in given:
+        return _inject(given.options["--debug"])
+    if is_of_job(name, given):
+        return _examine(int(name) if name is not None else None, given)
+    return _attach(name, given)
+
+
+def _attach(name: str | None, given: Given) -> int:
+    if "--for" in given:
+        raise DoctorError("--for is for jobs that run without ddpdoctor", "name a PID, or --job")
     paths = [rundir.find(name)] if name is not None else rundir.some_live()
     live = [attach_points.live_run(path) for path in paths]
     runs = [run for run in live if attach_points.is_debugged(run)]
@@ -144,31 +166,49 @@ def _write(runs: Sequence[Run], workspace: Path, given: Given) -> int:
     return 0
 
 
+def _examine(pid: int | None, given: Given) -> int:
+    """Show what the ranks of a job do that runs without ddpdoctor."""
+    from ddpdoctor.commands.report import print_lines, text_of
+    from ddpdoctor.render.stack_text import stacks_summary
+    from ddpdoctor.stacks.frames import merge
+    from ddpdoctor.supervise import unprobed
+
+    job = unprobed.find(pid)
+    look = unprobed.look(job, given.get("--for", 5.0))
+    print_lines(unprobed.lines(look))
+    print()
+    print_stacks(stacks_summary(merge(look.stacks)), look.stacks, job.started, given)
+    print()
+    for finding in look.findings:
+        print(text_of(finding, job.started / 1e9, None))
+    print_lines(unprobed.remarks(look))
+    return 0
+
+
 def _inject(pid: int) -> int:
     """Open a debug port for a process that runs without ddpdoctor."""
-    try:
-        process = psutil.Process(pid)
-        name = process.name()
-    except psutil.Error:
-        raise DoctorError(f"there is no process {pid}") from None
-    with contextlib.suppress(psutil.Error):
-        if MARK in process.environ():
-            raise DoctorError(
-                f"process {pid} belongs to a run of ddpdoctor",
-                "`ddpdoctor attach` shows the port of its rank",
-            )
-    try:
-        maps = Path(f"/proc/{pid}/maps").read_text()
-    except OSError as error:
-        raise DoctorError(f"process {pid} cannot be read: {error.strerror}") from None
-    if "python" not in maps:
-        raise DoctorError(f"process {pid} ({name}) is not a Python process")
-    if shutil.which("gdb") is None:
-        raise DoctorError("gdb is not installed", "install gdb, which injects debugpy")
-    if process.uids().effective != os.geteuid():
+    from ddpdoctor.supervise import unprobed
+
+    process = unprobed.of_pid(pid)
+    if MARK in process.environ:
         raise DoctorError(
-            f"process {pid} belongs to uid {process.uids().effective}",
+            f"process {pid} belongs to a run of ddpdoctor",
+            "`ddpdoctor attach` shows the port of its rank",
+        )
+    if not unprobed.maps(process, "python"):
+        raise DoctorError(f"process {pid} is not a Python process")
+    if process.uid != os.geteuid():
+        raise DoctorError(
+            f"process {pid} belongs to {whose(process.uid)}",
             "run this command as that user: the port lets in only that user and root",
         )
+    own = attach_points.runs_code(pid)
+    if not own and shutil.which("gdb") is None:
+        raise DoctorError(
+            f"gdb is not installed, which loads debugpy into {pid}: its Python is older than 3.14",
+            f"install gdb, or look at it from outside: ddpdoctor attach {pid}",
+        )
+    how = "loads debugpy between two lines (PEP 768)" if own else "is stopped by gdb for a moment"
+    print(f"process {pid} {how}")
     attach_points.serve_process(pid, DEFAULT_PORT, lambda text: print(shown(text), flush=True))
     return 0

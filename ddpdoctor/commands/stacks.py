@@ -1,4 +1,4 @@
-"""``ddpdoctor stacks``: show where the ranks of a live run are in the code."""
+"""``ddpdoctor stacks``: show where the ranks of a live run, or of any job, are in the code."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ if TYPE_CHECKING:
 PARSER = Parser(
     "stacks",
     """\
-Usage: ddpdoctor stacks [OPTIONS] [RUN]
+Usage: ddpdoctor stacks [OPTIONS] [RUN | PID]
 
 Show where the ranks of a live run are in the code, now: their stacks merged
 into one tree, outliers first, marked with !. The ranks keep running; native
 code that holds the GIL is no obstacle.
 
 RUN is a run's name or directory [default: your newest live run]. Of a run that
-has ended you see the stacks that were taken last.
+has ended you see the stacks that were taken last. PID is a rank, or the
+launcher, of a job that runs without ddpdoctor; py-spy reads its stacks.
 
 Options:
+  --job             Your newest job that runs without ddpdoctor.
   --rank RANKS      Only these ranks, such as 0,2-3. May be repeated.
   --all-threads     Include threads other than the main one.
   --all-frames      Include the frames of torch and other libraries.
@@ -59,29 +61,58 @@ _MAX_WIDTH = 160
 
 @dataclass(frozen=True)
 class _Taken:
-    """The stacks of a run's ranks."""
+    """The stacks of the ranks of a run or job."""
 
-    path: Path
+    name: str
+    started: int  # Unix nanoseconds. A source that was changed since is not what runs.
     stacks: tuple[RankStacks, ...]
     time: int  # Unix nanoseconds
-    live: bool
+    state: str  # Why they are not of now; empty if they are
 
 
 def main(words: Sequence[str]) -> int:
     """Take the stacks of the ranks and print them."""
     given = PARSER.read(words)
     ranks = set().union(*given.get("--rank", ())) or None
-    taken = _take(PARSER.one_run(given), ranks, given)
+    name = PARSER.one_run(given)
+    taken = _of_job(name, ranks, given) if is_of_job(name, given) else _take(name, ranks, given)
     missing = (ranks or set()) - {each.rank for each in taken.stacks}
     if missing:
         raise DoctorError(
-            f"{taken.path.name} has no {named(missing)}", "leave out --rank to see all ranks"
+            f"{taken.name} has no {named(missing)}", "leave out --rank to see all ranks"
         )
     if "--json" in given:
         print(json_text(_as_json(taken), indent=1))
     else:
         _print(taken, given)
     return 0
+
+
+def is_of_job(name: str | None, given: Given) -> bool:
+    """Return whether the command line names a process, or the newest job, rather than a run.
+
+    Raises:
+        DoctorError: It names both.
+    """
+    if "--job" in given and name is not None:
+        raise PARSER.wrong(f"--job is your newest job, and {name} names another", "leave one out")
+    is_pid = name is not None and name.isascii() and name.isdigit() and len(name) < 20
+    return "--job" in given or is_pid
+
+
+def _of_job(name: str | None, ranks: set[int] | None, given: Given) -> _Taken:
+    """Read the stacks of a job that runs without ddpdoctor."""
+    from ddpdoctor.stacks import capture
+    from ddpdoctor.supervise import unprobed
+
+    if "--locals" in given:
+        raise DoctorError("--locals needs ddpdoctor in the ranks", "start them with ddpdoctor run")
+    job = unprobed.find(int(name) if name is not None else None)
+    wanted = [each for each in job.ranks.items() if ranks is None or each[0] in ranks]
+    found = unprobed.read(wanted)
+    if "--native" in given:
+        found = capture.add_native(found, capture.CAPTURE_TIMEOUT)
+    return _Taken(job.name, job.started, tuple(found), time.time_ns(), "")
 
 
 def _take(name: str | None, ranks: set[int] | None, given: Given) -> _Taken:
@@ -115,7 +146,7 @@ def _take(name: str | None, ranks: set[int] | None, given: Given) -> _Taken:
         # Keep them, to show them again when the run is over.
         with contextlib.suppress(OSError):
             save_stacks(path, found, now)
-    return _Taken(path, found, now, live=True)
+    return _Taken(path.name, _started(path), found, now, "")
 
 
 def _last(path: Path, ranks: set[int] | None) -> _Taken:
@@ -130,7 +161,14 @@ def _last(path: Path, ranks: set[int] | None) -> _Taken:
             "`ddpdoctor stacks` looks at a live run",
         )
     wanted = (each for each in saved.stacks if ranks is None or each.rank in ranks)
-    return _Taken(path, tuple(wanted), saved.time, live=False)
+    return _Taken(path.name, _started(path), tuple(wanted), saved.time, _over(path))
+
+
+def _started(path: Path) -> int:
+    from ddpdoctor.core.opening import integer
+    from ddpdoctor.run.reader import read_manifest
+
+    return integer(read_manifest(path), "started")
 
 
 def _over(path: Path) -> str:
@@ -143,8 +181,8 @@ def _as_json(taken: _Taken) -> dict[str, Any]:
 
     merged = merge(taken.stacks)
     return {
-        "run": taken.path.name,
-        "live": taken.live,
+        "run": taken.name,
+        "live": not taken.state,
         **stacks_record(taken.stacks, taken.time),
         "odd": sorted(merged.odd),
         "merged": [_node(root) for root in merged.roots],
@@ -161,30 +199,35 @@ def _node(node: Node) -> dict[str, Any]:
 
 
 def _print(taken: _Taken, given: Given) -> None:
+    from ddpdoctor.render.stack_text import stacks_summary
+    from ddpdoctor.stacks.frames import merge
+
+    when = time.strftime("%H:%M:%S", time.localtime(taken.time / 1e9))
+    state = f"{taken.state}; its last stacks, of {when}" if taken.state else f"at {when}"
+    head = f"{taken.name} {state}: {stacks_summary(merge(taken.stacks))}"
+    print_stacks(head, taken.stacks, taken.started, given)
+
+
+def print_stacks(head: str, stacks: Sequence[RankStacks], started: int, given: Given) -> None:
+    """Print the merged stacks of ranks that started at a time in Unix nanoseconds."""
     from rich.console import Console
     from rich.text import Text
 
-    from ddpdoctor.core.opening import integer
     from ddpdoctor.render import stack_text as render
     from ddpdoctor.render import terminal
-    from ddpdoctor.run.reader import read_manifest
-    from ddpdoctor.stacks.frames import code_of_stacks, merge
+    from ddpdoctor.stacks.frames import code_of_stacks
 
     look = render.StackStyle(
         width=terminal.columns(_MAX_WIDTH),
         ascii_only=terminal.only_ascii(sys.stdout, terminal.given_environment()),
         all_frames="--all-frames" in given,
     )
-    # A source that was changed since the start is not what runs.
-    code = code_of_stacks(taken.stacks, integer(read_manifest(taken.path), "started"))
-    when = time.strftime("%H:%M:%S", time.localtime(taken.time / 1e9))
-    state = f"at {when}" if taken.live else f"{_over(taken.path)}; its last stacks, of {when}"
-    head = f"{taken.path.name} {state}: {render.stacks_summary(merge(taken.stacks))}"
-    lines: list[Line] = [((head, "bold"),), *render.draw(taken.stacks, look, code)]
+    code = code_of_stacks(stacks, started)
+    lines: list[Line] = [((head, "bold"),), *render.draw(stacks, look, code)]
     if "--locals" in given:
-        lines += render.draw_variables(taken.stacks, look)
+        lines += render.draw_variables(stacks, look)
     if "--all-threads" in given:
-        lines += render.draw_others(taken.stacks, look, code)
+        lines += render.draw_others(stacks, look, code)
     console = Console(highlight=False, markup=False, emoji=False, soft_wrap=True)
     for line in lines:
         spans = terminal.cleaned(line, look.ascii_only)

@@ -302,10 +302,10 @@ def write(
     return changed
 
 
-# -- open a debug port for a Python process that runs without ddpdoctor; gdb injects debugpy
+# -- open a debug port for a Python process that runs without ddpdoctor
 
 
-CONNECT_TIMEOUT = 60.0  # Seconds for the process to connect to the gateway once gdb has detached
+CONNECT_TIMEOUT = 60.0  # Seconds for the process to connect to the gateway once it was asked to
 
 _SLEEPER = "import time\nprint(flush=True)\nwhile True: time.sleep(0.02)"
 _BREAK_TIMEOUT = 0.5  # Seconds for a process that gdb has broken to end
@@ -320,6 +320,9 @@ sys.path.append(os.path.join(os.path.dirname(pydevd.__file__), "pydevd_attach_to
 from add_code_to_python_process import run_python_code
 run_python_code(int(sys.argv[1]), sys.argv[2], connect_debugger_tracing=False)
 """
+
+_REMOTE_EXEC = "import sys; sys.remote_exec(int(sys.argv[1]), sys.argv[2])"
+_REFUSED = ("ptrace", "No symbol")  # In gdb's output, though its exit status is 0
 
 _JOIN = """
 import sys
@@ -375,7 +378,11 @@ def serve_process(pid: int, first_port: int, say: Callable[[str], None]) -> None
             served.start(news.set)
             _inject(pid, directory)
             if not wait_for("ready", CONNECT_TIMEOUT):
-                raise DoctorError(f"process {pid} did not load debugpy", "its stderr says why")
+                raise DoctorError(
+                    f"process {pid} did not load debugpy: its stderr says why, or its main thread "
+                    "is in native code",
+                    f"see where it is: ddpdoctor attach {pid}",
+                )
             say(
                 f"process {pid}: attach to {ports.host}:{ports.numbers[0]}; "
                 "the port is open until Ctrl-C here"
@@ -388,30 +395,49 @@ def serve_process(pid: int, first_port: int, say: Callable[[str], None]) -> None
             served.stop()
 
 
+def runs_code(pid: int) -> bool:
+    """Return whether a Python process runs code on request (PEP 768, Python 3.14)."""
+    asked = [f"/proc/{pid}/exe", "-Ic", "import sys; sys.exit(not hasattr(sys, 'remote_exec'))"]
+    with contextlib.suppress(OSError):
+        # Other programs have Python inside.
+        named_python = os.path.basename(os.readlink(asked[0])).startswith("python")
+        return named_python and subprocess.run(asked, capture_output=True).returncode == 0
+    return False
+
+
 def _inject(pid: int, directory: str) -> None:
     """Make the process connect to the control socket in a directory."""
     import debugpy
 
     debugpys = os.path.dirname(os.path.dirname(debugpy.__file__))
     source = _JOIN.format(paths=[_ROOT, debugpys], directory=directory)
-    # gdb's command line cannot carry quotes and line ends.
-    code = f"exec(bytes({list(source.encode())}).decode(),{{}})".replace(" ", "")
-    if breaks_sleepers():
-        raise DoctorError(
-            f"gdb would break process {pid}: on this machine a process it has called into fails",
-            "look at it from outside (py-spy dump --pid), or start the job with ddpdoctor run",
-        )
+    if runs_code(pid):
+        script = Path(directory, "join.py")
+        script.write_text(source)
+        command = [f"/proc/{pid}/exe", "-Ic", _REMOTE_EXEC, str(pid), str(script)]
+    else:
+        if breaks_sleepers():
+            raise DoctorError(
+                f"gdb would break process {pid}: on this machine a process it has called into "
+                "fails",
+                f"look at it from outside (ddpdoctor attach {pid}), or start the job with "
+                "ddpdoctor run",
+            )
+        # gdb's command line cannot carry quotes and line ends.
+        code = f"exec(bytes({list(source.encode())}).decode(),{{}})".replace(" ", "")
+        command = [sys.executable, "-c", _INJECT, str(pid), code]
     done = subprocess.run(
-        [sys.executable, "-c", _INJECT, str(pid), code],
+        command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         env={**os.environ, "PYDEVD_DISABLE_FILE_VALIDATION": "1"},
     )
-    refused = [line for line in done.stdout.splitlines() if "ptrace" in line or "No symbol" in line]
+    output = done.stdout.splitlines()
+    refused = [each for each in output if any(word in each for word in _REFUSED)]
     if done.returncode != 0 or refused:
-        reason = refused[0].strip() if refused else "gdb could not attach"
+        reason = (refused or output[-1:] or ["no reason was given"])[0].strip()
         raise DoctorError(
             f"debugpy could not be injected into {pid}: {reason}",
             "ptrace must be allowed: run as the same user, see /proc/sys/kernel/yama/ptrace_scope",

@@ -62,9 +62,7 @@ def summary_lines(run: Run) -> Iterator[str]:
     again = f"attempt {run.restarts[-1] + 1}: " if len(run.restarts) > 1 else ""
     yield f"{again}{_size_text(run)}{_ending_text(run)}"
     yield from _judge_line(run)
-    pace = _pace_text(run)
-    if pace:
-        yield pace
+    yield from _pace_lines(run)
     overridden = sorted(
         {
             f"{record.name}={record.value}"
@@ -126,18 +124,18 @@ def _steps_text(ranks: Sequence[Rank]) -> str:
     return formatting.count(steps, "step")
 
 
-def _pace_text(run: Run) -> str:
-    """Return the median step, and the share of each phase in all steps. Empty without steps."""
+def _pace_lines(run: Run) -> Iterator[str]:
+    """Yield the median step, and the share of each phase in all steps; nothing without steps."""
     from statistics import median
 
     from ddpdoctor.diagnose.speed.pace import WARM_UP
-    from ddpdoctor.run.step_series import split_steps
+    from ddpdoctor.run.step_series import split_steps, unclocked
 
     timed = [step for steps in split_steps(run).values() for step in steps if step.total > 0]
     timed = [step for step in timed if step.split] or timed
     timed = [step for step in timed if step.step >= WARM_UP] or timed
     if not timed:
-        return ""
+        return
     text = f"median step {formatting.time(median(step.total for step in timed) / 1e9)}"
     total = sum(step.total for step in timed)
     shares = []
@@ -145,7 +143,9 @@ def _pace_text(run: Run) -> str:
         share = sum(getattr(step, name) for step in timed) / total
         if share >= 0.01:
             shares.append(f"{name} {100 * share:.0f} %")
-    return f"{text}: {', '.join(shares)}" if shares else text
+    yield f"{text}: {', '.join(shares)}" if shares else text
+    for kind in sorted({unclocked(rank) for rank in run.last} - {""}):
+        yield f"these are times of the hosts: what an {kind} device does meanwhile is not known"
 
 
 def _ending_text(run: Run) -> str:

@@ -37,6 +37,15 @@ def on_gpu(rank: Rank) -> bool:
     return any(record.device.startswith("cuda") for record in rank.records.of(DdpRecord))
 
 
+def unclocked(rank: Rank) -> str:
+    """Return the kind of a rank's device if its time is not measured, such as ``xpu``.
+
+    Such a device runs behind its host, so the host's times do not show the device's.
+    """
+    kinds = (record.device.partition(":")[0] for record in rank.records.of(DdpRecord))
+    return next((kind for kind in kinds if kind not in ("cpu", "cuda")), "")
+
+
 def reducing_together(ranks: Sequence[Rank]) -> list[tuple[Rank, ...]]:
     """Group the ranks whose backwards end together by DDP group. Skip groups of one."""
     groups: dict[tuple[int, ...], list[Rank]] = {}

@@ -421,6 +421,8 @@ def _send_signal(pid: int, thread: int, number: int) -> None:
 MISSING = "py-spy is not installed (pip install py-spy)"
 FORBIDDEN = "py-spy may not look into the process (ptrace is not permitted)"
 
+SAID = "py-spy says: "  # Begins a note with its own words
+
 MAX_PROCESSES = 16  # Maximum number of processes that py-spy examines at once
 _KILL_TIMEOUT = 0.3  # Seconds to wait for a killed py-spy, which may be blocked in the kernel
 
@@ -540,7 +542,7 @@ def _reason(errors: str) -> str:
     if "ermission" in errors or "not permitted" in errors:
         return FORBIDDEN
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
-    return f"py-spy says: {lines[0][:100]}" if lines else "py-spy failed without a message"
+    return f"{SAID}{lines[0][:100]}" if lines else "py-spy failed without a message"
 
 
 def _checked(dump: Any) -> _Dump:

@@ -84,7 +84,7 @@ def asked(run: Run) -> Callable[[], Ras | None]:
         return lambda: None
     found: list[Ras | None] = []
     thread = threading.Thread(
-        target=lambda: found.append(_ask(pids, run.world_size)), name="ras", daemon=True
+        target=lambda: found.append(status(pids, run.world_size)), name="ras", daemon=True
     )
     thread.start()
 
@@ -95,7 +95,16 @@ def asked(run: Run) -> Callable[[], Ras | None]:
     return answer
 
 
-def _ask(pids: Sequence[int], world: int) -> Ras | None:
+def status(pids: Sequence[int], world: int) -> Ras | None:
+    """Ask RAS for the status of a job.
+
+    Args:
+        pids: Its processes on this machine.
+        world: Its number of ranks.
+
+    Returns:
+        The answer, or the reason why there is none. None without RAS.
+    """
     where = address(proc.environ(pids[0]))
     if where is None:
         return None

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from ddpdoctor.supervise.link_watch import LinkWatch
     from ddpdoctor.supervise.node_link import NodeLink
     from ddpdoctor.supervise.slow_ranks import GpuWatch, Stragglers, Suspicions
-    from ddpdoctor.system.nvml import GpuPoll
+    from ddpdoctor.system.gpu_poll import GpuPoll
 
 
 # -- run.json
@@ -292,7 +292,7 @@ class RunWatch:
         from ddpdoctor.supervise.link_watch import LinkWatch
         from ddpdoctor.supervise.node_link import NodeLink
         from ddpdoctor.supervise.slow_ranks import GpuWatch, Stragglers, Suspicions
-        from ddpdoctor.system.nvml import GpuPoll
+        from ddpdoctor.system.gpu_poll import GpuPoll
 
         if self._requests is None:
             return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import select
 import signal
 import sys
@@ -72,8 +73,8 @@ class Stat(NamedTuple):
     status: int  # The wait status, if it has ended
 
 
-def _read(pid: int, name: str, proc: Path = PROC) -> bytes:
-    """Read a file of a process. Empty if it cannot be read."""
+def _read(pid: int | str, name: str, proc: Path = PROC) -> bytes:
+    """Read a file of a process or thread. Empty if it cannot be read."""
     try:
         with open(f"{proc}/{pid}/{name}", "rb") as file:
             return file.read()
@@ -127,6 +128,20 @@ def core_times(task: str) -> tuple[float, float]:
     with open(f"/proc/{task}/schedstat", "rb") as file:
         ran, waited = (int(word) / 1e9 for word in file.read().split()[:2])
     return ran, waited
+
+
+def last_ran(pid: int) -> float | None:
+    """Return how many seconds ago the main thread of a process was on a core, None if not known.
+
+    ``se.exec_start`` is the kernel's clock at that time. Its clock of now is that of this thread.
+    """
+
+    def clock(task: str) -> float:
+        text = re.search(rb"^se\.exec_start +: +([\d.]+)$", _read(task, "sched"), re.MULTILINE)
+        return float(text[1]) / 1e3 if text is not None else 0.0
+
+    then, now = clock(f"{pid}/task/{pid}"), clock("thread-self")
+    return max(0.0, now - then) if then and now else None
 
 
 def words(pid: int, proc: Path = PROC) -> list[str]:
@@ -264,6 +279,12 @@ class Listed:
         """Its start, in ticks since boot. With the pid it identifies a process."""
         stat = self.stat
         return stat.start if stat is not None else 0
+
+    @property
+    def began(self) -> int:
+        """Its start in Unix nanoseconds."""
+        since = time.clock_gettime(time.CLOCK_BOOTTIME) - self.started / _TICKS
+        return time.time_ns() - int(since * 1e9)
 
     @property
     def resident(self) -> int:

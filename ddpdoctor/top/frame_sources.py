@@ -16,7 +16,7 @@ from ddpdoctor.run import rundir
 from ddpdoctor.run.reader import read_manifest
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.step_series import StepLog, parts_of
-from ddpdoctor.system.nvml import Poller
+from ddpdoctor.system.gpu_poll import Poller
 from ddpdoctor.top import headline, live, run_files
 from ddpdoctor.top.frames import Replay, Source, Visible
 from ddpdoctor.top.live import LiveSource

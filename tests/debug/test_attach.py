@@ -20,6 +20,7 @@ import pytest
 from ddpdoctor.debug import attach_points
 from tests.conftest import JOBS, LIMIT, Doctor, Live
 from tests.support.dap_client import DapClient
+from tests.support.odd_jobs import interpreter
 
 JOB = JOBS / "debugged.py"
 QUICK = ("--nproc-per-node", "1", "--", "-c", "pass")
@@ -85,8 +86,8 @@ def test_a_live_run_from_every_side(doctor: Doctor, two: Live) -> None:
         ("attach", "--rank", "x"): "option --rank needs a number, 0 or more, not 'x'",
         ("attach", "--rnak", "1"): "did you mean --rank?",
         ("attach", "nowhere"): "no run named nowhere",
-        ("attach", "--gdb", str(other.pid)): "is not a Python process",
-        ("attach", "--gdb", "4194303"): "there is no process 4194303",
+        ("attach", "--debug", str(other.pid)): "is not a Python process",
+        ("attach", "--debug", "4194303"): "there is no process 4194303",
         ("attach", "a", "b"): "one run at a time",
     }
     for wrong, said in expected.items():
@@ -156,15 +157,18 @@ def test_without_a_live_run(doctor: Doctor) -> None:
     assert "has ended" in ended.stderr
 
 
-@pytest.mark.skipif(shutil.which("gdb") is None, reason="gdb is not installed")
+@pytest.mark.parametrize("newest", [False, True], ids=["gdb", "pep768"])
 @pytest.mark.slow
-def test_a_process_without_a_probe_by_gdb(doctor: Doctor, modules: Path) -> None:
+def test_a_process_without_a_probe(doctor: Doctor, modules: Path, newest: bool) -> None:
+    python = interpreter("3.14") if newest else sys.executable
+    if not newest and shutil.which("gdb") is None:
+        pytest.skip("gdb is not installed")
     script = doctor.write("bare.py", "import time\nwhile True:\n    time.sleep(0.05)\n")
-    bare = subprocess.Popen([sys.executable, "-I", str(script)], env=doctor.environment())
+    bare = subprocess.Popen([python, "-I", str(script)], env=doctor.environment())
     try:
-        if attach_points.breaks_sleepers():
+        if not newest and attach_points.breaks_sleepers():
             # On such a machine it is refused, and the process lives on.
-            command = [sys.executable, "-m", "ddpdoctor", "attach", "--gdb", str(bare.pid)]
+            command = [sys.executable, "-m", "ddpdoctor", "attach", "--debug", str(bare.pid)]
             refused = doctor.run(*command, watch=False)
             assert refused.status == 2
             assert f"gdb would break process {bare.pid}" in refused.ours
@@ -173,7 +177,7 @@ def test_a_process_without_a_probe_by_gdb(doctor: Doctor, modules: Path) -> None
         # Whoever has the first port does not get the debugger's client.
         with taken_port() as taken:
             for _ in range(2):
-                command = [sys.executable, "-m", "ddpdoctor", "attach", "--gdb", str(bare.pid)]
+                command = [sys.executable, "-m", "ddpdoctor", "attach", "--debug", str(bare.pid)]
                 serving = doctor.start(*command, watch=False)
                 port = debug_port(serving)
                 assert port != taken

@@ -348,8 +348,10 @@ def test_another_user_attaches_to_nothing(doctor: Doctor, live: Live) -> None:
         for words in (
             ("attach", str(live.run_dir)),
             ("attach", "--rank", "0", str(live.run_dir)),
-            ("attach", "--gdb", str(rank)),
-            ("attach", "--gdb", str(alone.pid)),
+            ("attach", "--debug", str(rank)),
+            ("attach", "--debug", str(alone.pid)),
+            ("attach", str(alone.pid)),
+            ("stacks", str(rank)),
         ):
             result = subprocess.run(
                 as_another_user(sys.executable, "-m", "ddpdoctor", *words),

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from ddpdoctor.diagnose.speed.lag import lags, still_slower
+from ddpdoctor.render.reporter import summary_lines
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import JsonObject
 from tests.support.straggling import rank
@@ -43,6 +44,13 @@ def test_who_does_not_wait_in_its_backward_holds_the_others_up(written: Written)
     # Measured where rank 1 slept for 0.1 s a step; its host spins while a GPU waits.
     first, second = steps(27.6, 81.3, cpu=107 * MS), steps(92.8, 16.0, cpu=8 * MS)
     assert codes(written, first, second) == [("DDP610", (1,))]
+
+
+def test_where_no_clock_of_the_device_is_read_nobody_is_blamed(written: Written) -> None:
+    first, second = steps(27.6, 81.3, cpu=107 * MS), steps(92.8, 16.0, cpu=8 * MS)
+    assert codes(written, first, second, built={**BUILT, "device": "xpu:0"}) == []
+    told = list(summary_lines(RunReader(written.path).snapshot()))
+    assert any("what an xpu device does meanwhile is not known" in line for line in told), told
 
 
 @pytest.mark.parametrize(

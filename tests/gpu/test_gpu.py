@@ -7,7 +7,8 @@ import os
 
 from ddpdoctor.run.records.model import DdpRecord, NonfiniteRecord
 from ddpdoctor.run.records.process import FaultRecord
-from ddpdoctor.system.nvml import Poller, visible
+from ddpdoctor.system.gpu_poll import Poller
+from ddpdoctor.system.nvml import visible
 from ddpdoctor.top.frame_sources import open_source
 from ddpdoctor.top.frames import WANT_ALL
 from tests.conftest import ROOT, Doctor, Result

@@ -3,7 +3,8 @@
 import json
 import sys
 
-from ddpdoctor.system.nvml import NvmlReader, Poller
+from ddpdoctor.system.gpu_poll import Poller
+from ddpdoctor.system.nvml import NvmlReader
 
 now = 0.0
 poller = Poller(NvmlReader(lambda: now), lambda: now)

@@ -16,7 +16,7 @@ from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.process import ErrorRecord, OpenRecord
 from ddpdoctor.run.records.supervisor import JobRecord, RankExitRecord
 from ddpdoctor.run.status import PHASES, Parts, Phase, StatusPage, page_name, page_text
-from ddpdoctor.system.nvml import file_name
+from ddpdoctor.system.gpu_poll import file_name
 
 MS = 1_000_000
 SECOND = 1_000 * MS

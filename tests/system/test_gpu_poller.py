@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.system import nvml
-from ddpdoctor.system.nvml import GpuPoll, file_name
+from ddpdoctor.system import gpu_poll
+from ddpdoctor.system.gpu_poll import GpuPoll, file_name
 from ddpdoctor.top import live
 from tests.conftest import Doctor
 from tests.nvml_stub import Stub, build
@@ -157,7 +157,7 @@ def test_a_driver_that_does_not_open_is_named(stub: Stub, code: int, words: str)
 
 
 def test_no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvml, "LIBRARY", "libthere-is-none.so.1")
+    monkeypatch.setattr(gpu_poll, "LIBRARY", "libthere-is-none.so.1")
     GpuPoll(tmp_path).start()
     time.sleep(0.2)
     assert list(tmp_path.iterdir()) == []
@@ -196,8 +196,8 @@ def test_a_binding_that_is_something_else_costs_the_numbers_only(
     def broken() -> None:
         raise ValueError("broken")
 
-    monkeypatch.setattr(nvml, "LIBRARY", str(library / "libnvidia-ml.so.1"))
-    monkeypatch.setattr(nvml, "Poller", broken)
+    monkeypatch.setattr(gpu_poll, "LIBRARY", str(library / "libnvidia-ml.so.1"))
+    monkeypatch.setattr(gpu_poll, "Poller", broken)
     GpuPoll(tmp_path).start()
     time.sleep(0.2)
     assert list(tmp_path.iterdir()) == []

@@ -143,7 +143,7 @@ def test_stacks() -> None:
         RankStacks(1, 0, 12, "node0", (replace(main, frames=frames[:1]),)),
         RankStacks(2, 0, 13, "node0", trouble="stopped (SIGSTOP)"),
     )
-    taken = stacks._Taken(Path("/r/1"), found, 5, live=True)
+    taken = stacks._Taken("1", 0, found, 5, "")
     check_schema("stacks", json.loads(json.dumps(stacks._as_json(taken))))
 
 

@@ -29,7 +29,7 @@ class Call:
 
     group: str  # Its name: ``0`` is the default group
     members: str  # Ranks of the group, ``0-3``; empty if they are not known
-    sequence: int
+    sequence: int  # -1 if it is not known
     name: str
     numel: int  # Number of elements, -1 without a tensor or if unknown
     dtype: str
@@ -72,6 +72,8 @@ class Call:
     @property
     def what(self) -> str:
         """``all_reduce #9 (64 floats, default group)``."""
+        if self.sequence < 0:
+            return self.name
         facts = [amount(self.numel, self.dtype)] if self.numel >= 0 else []
         if self.reduce and self.reduce != "SUM":
             facts.append(self.reduce)

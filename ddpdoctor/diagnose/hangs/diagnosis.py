@@ -311,6 +311,9 @@ def _all_there(hang: HangSnapshot, one: Blocked) -> Iterator[Finding]:
     elif len(waiting) < len(hang.ranks) or not hang.record.everybody:
         # The others are in a later collective, which these ranks may still reach.
         return
+    elif not waiting[0].probed and len({rank.waits_at for rank in waiting}) > 1:
+        # They may be in different ones.
+        return
     elif not any(starves(rank) for rank in waiting):
         # Otherwise the threads that run it have no core.
         yield _by_gpus(hang, one)
@@ -337,6 +340,8 @@ def _by_gpus(hang: HangSnapshot, one: Blocked) -> Finding:
             "Start all sends and receives (isend, irecv) before any wait, or exchange with "
             "dist.batch_isend_irecv."
         )
+    elif not waiting[0].probed:
+        cause = "the network between them, the backend, or a different call on each rank"
     elif "unknown" in arrivals.values():
         cause = "the network does not carry it, or a GPU has not come to it"
         fix = (
@@ -587,6 +592,8 @@ def _absent_by_ras(hang: HangSnapshot, one: Blocked) -> tuple[tuple[int, ...], s
     late = ranks_behind(ras, world, one.unseen, one.launched_after)
     if late:
         return tuple(sorted(late)), "did not join it: NCCL's RAS counts fewer collectives there"
+    if not one.waiting[0].probed:
+        return one.unseen, "on other nodes: not looked at"
     return one.unseen, "did not join it, or cannot be reached"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,7 +17,7 @@ from ddpdoctor.diagnose.collectives.recorded_calls import (
 )
 from ddpdoctor.diagnose.crashes.resource_errors import unopened_store
 from ddpdoctor.diagnose.hangs.job_nodes import JobNodes, job_nodes
-from ddpdoctor.diagnose.source_files import location, only_sleeps
+from ddpdoctor.diagnose.source_files import covers, last_name, location, nodes_of, only_sleeps
 from ddpdoctor.run.names import BEFORE_FORWARD, MAX_WORLD_SIZE
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.process import OwnStoreRecord
@@ -44,6 +45,9 @@ _COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/"
 _DDP = ("/torch/nn/parallel/distributed.py", "/torch/distributed/utils.py")
 """Functions of DDP that call native code: its constructor, and the begin of its forward."""
 
+_OF_SOME_RANKS = ("send", "recv", "send_object_list", "recv_object_list", "Work.wait")
+"""Calls that not every rank of a group has to make, or whose kind is unknown."""
+
 _NO_ACTIVITY = ProcessActivity()
 
 
@@ -61,13 +65,18 @@ class RankState:
 
     @property
     def step(self) -> int:
-        """Steps closed."""
+        """Steps closed. -1 if not known."""
         return self.evidence.step
 
     @property
     def phase(self) -> str:
         """The phase on its status page; empty if it has not joined a process group."""
         return self.evidence.phase or ""
+
+    @property
+    def probed(self) -> bool:
+        """Whether it has a probe. Otherwise its steps and the numbers of its calls are unknown."""
+        return self.step >= 0
 
     @property
     def joined(self) -> bool:
@@ -175,6 +184,8 @@ class RankState:
     def under_way(self) -> Call | None:
         """The collective from Python that it is in or waits for."""
         recorded, waited = self.evidence.collectives, self.evidence.waited
+        if not self.probed:
+            return self._seen_call
         for each in reversed(recorded):
             if waited and each.order == waited:
                 return from_ring(each)
@@ -185,6 +196,19 @@ class RankState:
             if not last.ended and not last.asynchronous:
                 return from_ring(last)
         return None
+
+    @property
+    def _seen_call(self) -> Call | None:
+        """The collective that the stack of a rank without a probe shows, in the default group."""
+        site, name = self.site, self.evidence.collective
+        if site is None or self.phase != Phase.WAIT.label or name in _OF_SOME_RANKS:
+            return None
+        nodes = (each for each in nodes_of(site.path) if isinstance(each, ast.Call))
+        calls = (each for each in nodes if covers(each, site.line) and last_name(each.func) == name)
+        if any("group" in ast.unparse(each) for each in calls):
+            return None
+        lines = self.user_lines
+        return Call("", "", -1, name, -1, "", "", -1, False, lines[0], callers=lines[1:])
 
     @cached_property
     def exchange(self) -> Call | None:
@@ -377,7 +401,7 @@ def find_blocked(hang: HangSnapshot) -> list[Blocked]:
     """Return the collectives that ranks wait in, those with most waiting ranks first."""
     waiting = [rank for rank in hang.ranks if rank.in_collective]
     by_flight = {rank.rank: call for rank in waiting if (call := rank.blocked)}
-    by_ring = {rank.rank: call for rank in waiting if (call := rank.under_way)}
+    by_ring = {rank.rank: call for rank in waiting if rank.probed and (call := rank.under_way)}
     if len(by_flight) == len(waiting):
         found = list(_by_calls(hang, waiting, by_flight, True))
     elif len(by_ring) == len(waiting):
@@ -454,4 +478,5 @@ def _by_phase(hang: HangSnapshot, waiting: list[RankState]) -> Iterator[Blocked]
             here = [rank for rank in here if rank.evidence.reduced == most]
         present = {rank.rank for rank in here}
         absent = tuple(rank for rank in hang.ranks if rank.rank not in present)
-        yield Blocked(here[0].under_way, tuple(here), absent, tuple(unseen))
+        call = here[0].under_way if here[0].probed else None
+        yield Blocked(call, tuple(here), absent, tuple(unseen))

@@ -32,7 +32,7 @@ from ddpdoctor.run.records.model import StageRecord
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import PHASES
-from ddpdoctor.run.step_series import on_gpu, reducing_together, split_by_comparison
+from ddpdoctor.run.step_series import on_gpu, reducing_together, split_by_comparison, unclocked
 
 Steps = Mapping[int, StepRecord]  # Steps of one rank, by number
 
@@ -318,11 +318,11 @@ def stage_lags(run: Run) -> Iterator[tuple[Stage, Lag]]:
 def _lags(
     run: Run, ranks: Sequence[Rank], enough: int, few: int, infers: bool = True
 ) -> Iterator[Lag]:
-    if len(ranks) < 2:
+    if len(ranks) < 2 or any(map(unclocked, ranks)):
         return
     usable: Mapping[int, Steps] = {rank.rank: _usable(run, rank) for rank in ranks}
     joined = infers and tuple(ranks) in reducing_together(ranks)
-    if any(on_gpu(rank) for rank in ranks):
+    if any(map(on_gpu, ranks)):
         timed = _timed(usable)
         found = list(_by_medians(ranks, timed, min(enough, ENOUGH_SAMPLED), few, gpu=True))
         if not found and joined:

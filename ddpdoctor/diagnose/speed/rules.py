@@ -39,7 +39,7 @@ from ddpdoctor.diagnose.speed.reasons import (
 )
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import Rank, Run
-from ddpdoctor.run.step_series import on_gpu
+from ddpdoctor.run.step_series import on_gpu, unclocked
 
 _STRAGGLER_FIX = {
     "data": "Look at this rank's data: its storage, its workers, the cost of its samples.",
@@ -152,10 +152,14 @@ class DataWait(NamedTuple):
     of_passes: bool  # Whether most of it is in the first steps of passes over the data
 
 
+def _runs_ahead(rank: Rank) -> bool:
+    """Return whether the device's times are unknown. The host's do not show them."""
+    return bool(unclocked(rank)) or (rank.opened.backend.startswith("nccl") and not on_gpu(rank))
+
+
 def _data_wait(run: Run, rank: Rank) -> DataWait | None:
     """Return a rank's wait for data. None if it is no evidence about the loader."""
-    if rank.opened.backend.startswith("nccl") and not on_gpu(rank):
-        # Without a DDP module the device's times are unknown, and the host's do not show them.
+    if _runs_ahead(rank):
         return None
     steps = [
         step

@@ -28,7 +28,9 @@ from ddpdoctor.preflight.check import (
 from ddpdoctor.preflight.command_lines import corrected_line
 from ddpdoctor.preflight.machine import software
 from ddpdoctor.preflight.situation import (
+    DRIVER_TIMEOUT,
     Situation,
+    bounded,
     container_kind,
     cuda_choice,
     gpu_facts,
@@ -36,7 +38,8 @@ from ddpdoctor.preflight.situation import (
     text,
     visible_gpus,
 )
-from ddpdoctor.system.nvml import GpuFacts, Health, hides_all
+from ddpdoctor.system import amd
+from ddpdoctor.system.nvml import GpuFacts, Health, choice, hides_all
 from ddpdoctor.system.proc import Listed, named
 
 # -- the GPUs of the job
@@ -46,6 +49,9 @@ NVIDIA = "0x10de"
 NO_DRIVER = (0, 9, 12)  # NVML's codes if there is no library, no kernel module, or no driver at all
 
 _GIVEN_AWAY = ("vfio-pci", "pci-stub")
+
+_HIP_VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+"""The variables that choose among AMD's GPUs. HIP reads the last one, too."""
 
 _DISPLAY = "0x03"  # The PCI class of graphics cards and of GPUs without an output
 
@@ -105,9 +111,14 @@ def none_here(situation: Situation) -> str:
     return f"the GPUs cannot be read: {facts.trouble}"
 
 
+def _has_amd(situation: Situation) -> bool:
+    """Return whether the kernel has AMD's driver for computing."""
+    return (situation.sys / "class" / "kfd").exists()
+
+
 def no_gpu(situation: Situation) -> str:
     """Return why a check without a GPU is skipped."""
-    if (situation.sys / "class" / "kfd").exists():
+    if _has_amd(situation):
         return "no NVIDIA GPU (AMD's are not tested)"
     return "no GPU"
 
@@ -118,6 +129,35 @@ def driverless(situation: Situation) -> bool:
     if not facts.trouble:
         return not facts.absent and not facts.gpus
     return facts.code in NO_DRIVER and not on_the_bus(situation)
+
+
+def amd_gpus(situation: Situation) -> tuple[Health, ...]:
+    """Read the AMD GPUs that a process of the job would see: the memory in use, and by whom.
+
+    Raises:
+        Skip: They cannot be read.
+    """
+
+    def read() -> tuple[tuple[Health, ...], str]:
+        reader = amd.AmdReader()
+        found = []
+        for device in reader.devices():
+            brief, holders = reader.brief(device), reader.processes(device)
+            used = brief.memory_used
+            found.append(Health(device, brief.memory_total, used, processes=holders))
+        reader.close()
+        return tuple(found), reader.trouble
+
+    try:
+        gpus, trouble = bounded(read, min(DRIVER_TIMEOUT, situation.deadline.left()))
+    except TimeoutError:
+        gpus, trouble = (), f"AMD's driver does not answer within {DRIVER_TIMEOUT:.0f} s"
+    if not gpus:
+        raise Skip(trouble or "no GPU responds to amdsmi")
+    name = next((each for each in _HIP_VISIBLE if each in situation.environ), "")
+    environ = {"CUDA_VISIBLE_DEVICES": situation.environ[name]} if name else {}
+    places = choice(environ, [(gpu.device, ()) for gpu in gpus]).places
+    return tuple(gpus[place] for place in places)
 
 
 # -- a GPU for each rank, and its memory
@@ -262,12 +302,14 @@ def gpu_memory(situation: Situation) -> Outcome:
         Right: `CUDA_VISIBLE_DEVICES=4,5,6,7` for the second job.
 
     When it stays silent
-        For GPUs that CUDA_VISIBLE_DEVICES leaves out, for partitioned GPUs (MIG), and where the
-        driver does not report memory.
+        For GPUs that CUDA_VISIBLE_DEVICES (AMD: HIP_VISIBLE_DEVICES) leaves out, for partitioned
+        GPUs (MIG), and where the driver does not report memory.
     """
+    of_amd = driverless(situation) and _has_amd(situation)
+    gpus = situation.shared(amd_gpus) if of_amd else job_gpus(situation)
     known = [
         (gpu, gpu.memory_used, gpu.memory_total)
-        for gpu in job_gpus(situation)
+        for gpu in gpus
         if not gpu.device.mig and gpu.memory_used is not None and gpu.memory_total is not None
     ]
     if not known:
@@ -288,7 +330,9 @@ def gpu_memory(situation: Situation) -> Outcome:
             "before the job starts",
             evidence=tuple(holders) or ("by processes that cannot be seen from here",),
             fix="End what holds it, if it is left over, or choose other GPUs.",
-            paste="nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv",
+            paste="amd-smi process"
+            if of_amd
+            else "nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv",
             about=f"gpu {gpu.device.index}",
         )
         findings.append(taken)

@@ -197,7 +197,7 @@ class RankEvidence(Part):
     phase: str | None = None
     """The phase on its status page. None if it has not joined a process group."""
     since: int = 0  # When it entered that phase, in Unix nanoseconds
-    step: int = 0  # Steps closed
+    step: int = 0  # Steps closed; -1 without a probe
     armed: int = 0  # Forwards whose backward was to be all-reduced
     reduced: int = 0  # Backwards that were all-reduced
     collective: str = ""  # The collective on its status page
