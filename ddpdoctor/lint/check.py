@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,9 @@ from ddpdoctor.lint.rules import LINT_RULES, Hit, LintRule
 
 UNREADABLE = "DDP016"
 """The code of a file that cannot be read or parsed, as in ``ddpdoctor check``."""
+
+MAX_ROUNDS = 8
+"""How often a file is checked that several scripts import."""
 
 _NOQA = re.compile(
     r"#\s*noqa(?::\s*(?P<codes>[A-Z]+[0-9]*(?:[\s,]+[A-Z]+[0-9]*)*))?", re.IGNORECASE
@@ -88,8 +92,14 @@ def check(files: Sequence[SourceFile], faults: Faults | None = None) -> list[Pro
     """
     found = [_unreadable(each) for each in files if each.error is not None]
     failed: list[tuple[str, Exception]] = []
+    rounds: dict[Code, int] = defaultdict(int)
+    seen: set[tuple[str, ast.AST]] = set()
     for program in programs(files):
-        found += _of_program(program, failed)
+        limit = MAX_ROUNDS if any(each.is_parallel for each in program.codes) else 1
+        codes = [code for code in program.codes if rounds[code] < limit]
+        found += _of_program(program, codes, seen, failed)
+        for code in codes:
+            rounds[code] += 1
     (faults or Faults(_complain, REST)).failed(failed)
     for each in files:
         found += _of_launch(each) if each.launch else ()
@@ -125,19 +135,30 @@ def _of_launch(file: SourceFile) -> Iterator[Problem]:
             )  # fmt: skip
 
 
-def _of_program(program: Program, failed: list[tuple[str, Exception]]) -> Iterator[Problem]:
-    """Apply the rules to a program. Add what fails, and why, to ``failed``."""
+def _of_program(
+    program: Program,
+    codes: Sequence[Code],
+    seen: set[tuple[str, ast.AST]],
+    failed: list[tuple[str, Exception]],
+) -> Iterator[Problem]:
+    """Apply the rules to some files of a program.
+
+    Args:
+        program: The program.
+        codes: The files.
+        seen: Codes and nodes that were reported. New ones are added.
+        failed: Gets the rules that fail, and why.
+    """
     full = {name.lstrip(".") for code in program.codes for name in code.imports.values()}
     if not any(name.startswith("torch") for name in full):
         return
     imported = {".".join(name.split(".")[:count]) for name in full for count in (1, 2)}
     rules = [each for each in LINT_RULES.values() if not each.moot & imported]
-    for code in program.codes:
-        seen = set[tuple[str, int]]()
+    for code in codes:
         for rule in rules:
             try:
                 problems = [
-                    (id(hit.node), _problem(code, rule, hit))
+                    (hit.node, _problem(code, rule, hit))
                     for hit in rule.find(code)
                     if not _is_silenced(code, hit.node, rule.code)
                 ]

@@ -8,12 +8,13 @@ returns of functions, within one file and through imports of other files.
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ddpdoctor.diagnose.source_files import (
     FUNCTIONS,
@@ -27,11 +28,18 @@ from ddpdoctor.diagnose.source_files import (
 )
 from ddpdoctor.lint.calls import argument_of, default_of, parameters_of, targets_of
 from ddpdoctor.lint.files import SourceFile
+from ddpdoctor.lint.flow import reaching
 
+T = TypeVar("T")
 _FUNCTIONS = (*FUNCTIONS, ast.Lambda)
 _NESTED = (*_FUNCTIONS, ast.ClassDef)
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """Environment variables of the launcher."""
+
+_PARALLEL = frozenset(
+    ("distributed", "DistributedDataParallel", "DistributedSampler", "init_process_group", "spawn")
+)
+"""Names that show that a file may belong to a job of several ranks."""
 
 _DEPTH = 8
 """The longest chain of names that is followed."""
@@ -55,10 +63,13 @@ _LEAVES = frozenset(("ctx", "op", "ops"))
 
 
 def _parts(node: ast.AST) -> list[ast.AST]:
-    """Return the children of a node, except operators and contexts."""
+    """Return the children of a node, except operators, contexts, and code that never runs."""
     parts: list[ast.AST] = []
+    is_dead = (
+        isinstance(node, ast.If) and isinstance(node.test, ast.Constant) and not node.test.value
+    )
     for name in node._fields:
-        if name not in _LEAVES:
+        if name not in _LEAVES and not (is_dead and name == "body"):
             value = getattr(node, name, None)
             if isinstance(value, list):
                 parts += [each for each in value if isinstance(each, ast.AST)]
@@ -90,7 +101,7 @@ class Item(NamedTuple):
     node: ast.AST
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class Code:
     """One file's names, calls and scopes. All of them are collected in one pass."""
 
@@ -100,6 +111,7 @@ class Code:
     nodes: list[ast.AST] = field(default_factory=list)
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
     imports: dict[str, str] = field(default_factory=dict)
+    stars: list[str] = field(default_factory=list)
     functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = field(default_factory=dict)
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
     calls: list[ast.Call] = field(default_factory=list)
@@ -151,6 +163,8 @@ class Code:
         for each in node.names:
             if isinstance(node, ast.ImportFrom):
                 module = "." * node.level + (node.module or "")
+                if each.name == "*":
+                    self.stars.append(module)
                 self.imports[each.asname or each.name] = f"{module}.{each.name}"
             else:
                 local = each.asname or each.name.partition(".")[0]
@@ -309,6 +323,13 @@ class Code:
             known = self._calls_of[name] = sorted(found, key=lambda each: each.lineno)
         return known
 
+    @cached_property
+    def is_parallel(self) -> bool:
+        """Whether the file may belong to a job of several ranks."""
+        return not self.loads.keys().isdisjoint(_PARALLEL) or any(
+            not _PARALLEL.isdisjoint(each.split(".")) for each in self.imports.values()
+        )
+
     @property
     def wraps(self) -> list[ast.Call]:
         """The calls that wrap a model with torch's DDP."""
@@ -387,9 +408,10 @@ class Code:
         if isinstance(node, ast.Name):
             for scope in self._visible(node):
                 known = self._set.get((scope, node.id), ())
-                yield from ((self, each) for each in known)
                 passed = isinstance(scope, _FUNCTIONS) and node.id in parameters_of(scope)
-                if passed:
+                seen, always = self._seen_by(node, scope, known)
+                yield from ((self, each) for each in (seen if seen or passed else known))
+                if passed and not always:
                     yield from self._passed(scope, node.id)
                 if known or passed:
                     return
@@ -402,14 +424,32 @@ class Code:
             for each in self._attributes.get(f"[{node.slice.value!s}]", ()):
                 yield self, each
 
+    def _seen_by(
+        self, read: ast.Name, scope: ast.AST, known: Sequence[Item]
+    ) -> tuple[Sequence[Item], bool]:
+        """Return the values of a name that a read may see, and whether one is always set before."""
+        if not known or not isinstance(read.ctx, ast.Load) or self.scope(read) is not scope:
+            return known, False
+        sets = {self.statement(each.node) for each in known}
+        found, always = reaching(self.parents.get, scope, read, sets)
+        return [each for each in known if self.statement(each.node) in found], always
+
     def _of_attribute(self, node: ast.Attribute) -> Iterator[tuple[Code, Item]]:
         for code in self.program.codes:
             for item in code._attributes.get(node.attr, ()):
                 # An attribute of the same name in another class is a different one.
                 mine = self.owner(node) if last_name(node.value) == "self" else None
                 theirs = code.owner(item.node)
-                if mine is None or theirs is None or mine is theirs or code is not self:
+                if mine is None or theirs is None or self._is_family(mine, code, theirs):
                     yield code, item
+
+    def _is_family(self, mine: ast.ClassDef, code: Code, theirs: ast.ClassDef) -> bool:
+        """Return whether one of two classes is the other, or derives from it."""
+        if mine is theirs:
+            return True
+        return (code, theirs) in self.program.family(self, mine) or (
+            (self, mine) in self.program.family(code, theirs)
+        )
 
     def _visible(self, node: ast.AST) -> Iterator[ast.AST]:
         scope = self.scope(node)
@@ -553,65 +593,131 @@ def _items_of(code: Code, item: Item) -> Iterator[tuple[Code, ast.expr, int | No
                 yield from ((made.code, each, None) for each in made.node.values)
 
 
-def programs(files: Iterable[SourceFile]) -> list[Program]:
-    """Group files into programs. Files belong together if one imports the other."""
-    everything = Program(Code(each, each.tree) for each in files if each.tree is not None)
-    group = {id(code): {id(code)} for code in everything.codes}
-    for code in everything.codes:
-        for other in everything.imported_by(code):
-            joined = group[id(code)] | group[id(other)]
-            group.update(dict.fromkeys(joined, joined))
-    by_id = {id(code): code for code in everything.codes}
-    apart = {id(members): members for members in group.values()}
-    return [Program(by_id[each] for each in by_id if each in members) for members in apart.values()]
+def programs(files: Iterable[SourceFile]) -> Iterator[Program]:
+    """Yield the programs in some files: each script that no other file imports, with its imports.
+
+    A file belongs to each program that imports it. `Code.program` is the one that was yielded last.
+    """
+    codes = [Code(each, each.tree) for each in files if each.tree is not None]
+    everything = Program(codes, Modules(codes))
+    imports = {code: everything.imported_by(code) for code in codes}
+    imported = {other for code in codes for other in imports[code] if other is not code}
+    met: set[Code] = set()
+    plain: list[list[Code]] = []
+    # Files that import each other in a circle have no script. The first of them counts as one.
+    for code in (*(each for each in codes if each not in imported), *codes):
+        if code in met:
+            continue
+        members = {code: None}
+        for each in (queue := [code]):
+            queue += [other for other in imports[each] if other not in members]
+            members.update(dict.fromkeys(imports[each]))
+        met.update(members)
+        if any(each.is_parallel for each in members):
+            yield everything.part(members)
+        else:
+            plain.append(list(members))
+    for several in plain:
+        yield everything.part(several)
 
 
-class Program:
-    """Files that import each other."""
+class Modules:
+    """The files by the names under which others may import them."""
 
     def __init__(self, codes: Iterable[Code]) -> None:
-        self.codes = list(codes)
-        self._modules: dict[str, list[Code]] = defaultdict(list)
-        for code in self.codes:
-            stem = os.path.splitext(code.file.path)[0]
-            parts = [part for part in stem.replace(os.sep, "/").split("/") if part not in ("", ".")]
+        self._named: dict[str, list[Code]] = defaultdict(list)
+        self._found: dict[tuple[str, str], Code | None] = {}
+        for code in codes:
+            parts = _folders(os.path.splitext(code.file.path)[0])
             if parts and parts[-1] == "__init__":
                 parts.pop()
             for start in range(len(parts)):
-                self._modules[".".join(parts[start:])].append(code)
+                self._named[".".join(parts[start:])].append(code)
+
+    def find(self, code: Code, name: str) -> Code | None:
+        """Return the file of an imported module: the nearest. None if several are equally near."""
+        key = code.file.path, name.lstrip(".")
+        if key not in self._found:
+            others = self._named.get(key[1], [])
+            here = _folders(os.path.dirname(code.file.path))
+            near = [_shared(here, _folders(each.file.path)) for each in others]
+            best = [each for each, at in zip(others, near, strict=True) if at == max(near)]
+            self._found[key] = best[0] if len(best) == 1 and best[0] is not code else None
+        return self._found[key]
+
+
+def _shared(one: list[str], other: list[str]) -> int:
+    """Return how many folders two paths share at their beginning."""
+    equal = (a == b for a, b in zip(one, other, strict=False))
+    return sum(itertools.takewhile(bool, equal))
+
+
+def _folders(path: str) -> list[str]:
+    return [part for part in path.replace(os.sep, "/").split("/") if part not in ("", ".")]
+
+
+class Program:
+    """A script and the files that it imports."""
+
+    def __init__(self, codes: Iterable[Code], modules: Modules) -> None:
+        self.codes = list(codes)
+        self._modules = modules
         self._callers: dict[int, list[tuple[Code, ast.Call]]] = {}
+        self._known: dict[str, Any] = {}
         for code in self.codes:
             code.program = self
 
-    def module(self, code: Code, name: str) -> Code | None:
-        """Return the file of an imported module. None if several files match."""
-        found = self._modules.get(name.lstrip("."), [])
-        if len(found) > 1:
-            here = os.path.dirname(code.file.path)
-            found = [each for each in found if os.path.dirname(each.file.path) == here] or found
-        return found[0] if len(found) == 1 and found[0] is not code else None
+    def once(self, name: str, find: Callable[[], T]) -> T:
+        """Return what a function finds in the program. It runs once for each name."""
+        if name not in self._known:
+            self._known[name] = find()
+        found: T = self._known[name]
+        return found
+
+    def part(self, codes: Iterable[Code]) -> Program:
+        """Return a program of some of the files."""
+        return Program(codes, self._modules)
 
     def imported_by(self, code: Code) -> list[Code]:
         """Return the files of the program that a file imports from."""
-        found: dict[int, Code] = {}
+        found: dict[Code, None] = {}
         for full in code.imports.values():
             for name in (full, full.rpartition(".")[0]):
-                other = self.module(code, name) if name else None
+                other = self._modules.find(code, name) if name else None
                 if other is not None:
-                    found[id(other)] = other
-        return list(found.values())
+                    found[other] = None
+        for module in code.stars:
+            other = self._modules.find(code, module)
+            if other is not None:
+                found[other] = None
+        return list(found)
+
+    def _named(self, code: Code, name: str, depth: int = 4) -> tuple[Code, str] | None:
+        """Return the file that defines what a file imports under a name, and the name there."""
+        module, _, attribute = code.imports.get(name, "").rpartition(".")
+        sources = [(module, attribute)] if module else [(each, name) for each in code.stars]
+        for source, its in sources:
+            other = self._modules.find(code, source)
+            if other is None:
+                continue
+            if its in other.functions or its in other.classes or other.binds(other.tree, its):
+                return other, its
+            further = self._named(other, its, depth - 1) if depth > 0 else None
+            if further is not None:
+                return further
+        return None
 
     def imported_values(self, code: Code, name: str) -> Iterator[tuple[Code, Item]]:
         """Yield what a name that a file imports is set to at the other module's level."""
-        module, _, attribute = code.imports.get(name, "").rpartition(".")
-        other = self.module(code, module) if module else None
-        if other is not None:
-            yield from ((other, each) for each in other._set.get((other.tree, attribute), ()))
+        found = self._named(code, name)
+        if found is not None:
+            other, its = found
+            yield from ((other, each) for each in other._set.get((other.tree, its), ()))
 
     def module_values(self, code: Code, node: ast.Attribute) -> Iterator[tuple[Code, Item]]:
         """Yield what ``module.name`` is set to."""
         assert isinstance(node.value, ast.Name)
-        other = self.module(code, code.imports[node.value.id])
+        other = self._modules.find(code, code.imports[node.value.id])
         if other is not None:
             yield from ((other, each) for each in other._set.get((other.tree, node.attr), ()))
 
@@ -623,32 +729,50 @@ class Program:
         if isinstance(call.func, ast.Name):
             if name in code.functions:
                 return [(code, each) for each in code.functions[name] if not code.is_method(each)]
-            module, _, attribute = code.imports.get(name, "").rpartition(".")
-            return self._functions(code, module, attribute)
+            found = self._named(code, name)
+            return (
+                [(found[0], each) for each in found[0].functions.get(found[1], ())] if found else []
+            )
         if not isinstance(call.func, ast.Attribute):
             return []
         value = call.func.value
         if isinstance(value, ast.Name) and value.id in code.imports:
-            return self._functions(code, code.imports[value.id], name)
-        if last_name(value) == "self":
+            other = self._modules.find(code, code.imports[value.id])
+            return [(other, each) for each in other.functions.get(name, ())] if other else []
+        if last_name(value) == "self" or (
+            isinstance(value, ast.Call) and last_name(value.func) == "super"
+        ):
             owner = code.owner(call)
-            methods = code.functions.get(name, ())
-            return [(code, each) for each in methods if code.parents.get(each) is owner]
+            families = self.family(code, owner) if owner is not None else []
+            if isinstance(value, ast.Call):
+                families = families[1:]
+            for other, one in families:
+                methods = [
+                    each for each in other.functions.get(name, ()) if other.parents[each] is one
+                ]
+                if methods:
+                    return [(other, each) for each in methods]
+            return []
         # A method with a name that only one class of the program has.
-        found = [
+        methods_of_all = [
             (each, one)
             for each in self.codes
             for one in each.functions.get(name, ())
             if each.is_method(one)
         ]
-        return found if len(found) == 1 and name not in _COMMON_METHODS else []
+        return methods_of_all if len(methods_of_all) == 1 and name not in _COMMON_METHODS else []
 
-    def _functions(
-        self, code: Code, module: str, name: str
-    ) -> list[tuple[Code, ast.FunctionDef | ast.AsyncFunctionDef]]:
-        """Return the functions of a name in another file, as a file imports it."""
-        other = self.module(code, module) if module else None
-        return [(other, each) for each in other.functions.get(name, ())] if other else []
+    def family(self, code: Code, owner: ast.ClassDef) -> list[tuple[Code, ast.ClassDef]]:
+        """Return a class and its bases within the program, nearest first."""
+        found = [(code, owner)]
+        for each, one in found:
+            for base in one.bases:
+                name = last_name(base)
+                there = each if name in each.classes else (self._named(each, name) or (None,))[0]
+                known = there.classes.get(name) if there is not None else None
+                if there is not None and known is not None and (there, known) not in found:
+                    found.append((there, known))
+        return found
 
     def callers(
         self, code: Code, function: ast.FunctionDef | ast.AsyncFunctionDef
@@ -667,8 +791,24 @@ class Program:
                 if name != function.name
                 or any(one is function for _, one in self.targets(each, call))
             ]
+            if name != function.name:
+                known += [
+                    (each, call)
+                    for each in self.codes
+                    for call in each.calls_by_name.get("__init__", ())
+                    if any(one is function for _, one in self.targets(each, call))
+                ]
             self._callers[id(function)] = known
         return known
+
+    def is_passed(self, function: ast.FunctionDef | ast.AsyncFunctionDef | None) -> bool:
+        """Return whether a function is passed on, so that others may call it."""
+        return function is not None and any(
+            isinstance(code.parents[load], (ast.Call, ast.keyword))
+            and getattr(code.parents[load], "func", None) is not load
+            for code in self.codes
+            for load in code.loads.get(function.name, ())
+        )
 
     @cached_property
     def wraps(self) -> bool:

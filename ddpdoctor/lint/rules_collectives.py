@@ -139,6 +139,9 @@ def _buffers(code: Code) -> Severity | None:
         None if all modules are known and have no buffers.
     """
     codes = code.program.codes
+    wraps = [wrap for each in codes for wrap in each.wraps]
+    if all(map(_keeps_buffers, wraps)):
+        return None
     if any(
         "BatchNorm" in name or name == "register_buffer" or full.startswith(_WITH_BUFFERS)
         for each in codes
@@ -181,6 +184,12 @@ def _forward_of(code: Code, call: ast.Call) -> tuple[Code, ast.Call] | None:
                 quiet = without_gradients(code, call)
                 return (code, call) if quiet else (other, each)
     return None
+
+
+def _keeps_buffers(wrap: ast.Call) -> bool:
+    """Return whether a DDP object never synchronizes buffers."""
+    given = keyword(wrap, "broadcast_buffers", 4) or keyword(wrap, "forward_sync_buffers")
+    return isinstance(given, ast.Constant) and given.value is False
 
 
 _EVALUATES = re.compile(r"(eval|validat|test|val(_|$)|sample|generat|infer)", re.IGNORECASE)
@@ -243,6 +252,7 @@ def skipped_on_one_rank(code: Code) -> Iterator[Hit]:
     """Find steps that one rank skips because of the loss or batch that it has."""
     if not code.program.wraps:
         return
+    yield from _stepped_alone(code)
     for node in code.nodes:
         if isinstance(node, ast.Break):
             yield from _left(code, node)
@@ -264,6 +274,29 @@ def skipped_on_one_rank(code: Code) -> Iterator[Hit]:
                 "it",
                 "all_reduce the flag, so that all ranks skip together.",
             )
+
+
+def _stepped_alone(code: Code) -> Iterator[Hit]:
+    """Yield steps of a scheduler or an optimizer that only some ranks make."""
+    for call in code.calls_by_name.get("step", ()):
+        owner = last_name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        what = next((word for word in _STEPPED if word in owner.lower()), "")
+        held = guards(code, call) if what else []
+        condition = held[0][0] if held else None
+        if not isinstance(condition, ast.If) or in_both_branches(condition, "step"):
+            continue
+        block = code.function(call) or code.tree
+        if not code.calls_of_dist(block, *_AGREES - {"barrier"}):
+            yield Hit(
+                call,
+                f"only some ranks step this {_STEPPED[what]}, by the condition in line "
+                f"{condition.lineno}: the ranks' models drift apart",
+                "Step it on every rank, with a value that is equal on all ranks.",
+            )
+
+
+_STEPPED = {"sched": "scheduler", "optim": "optimizer", "scaler": "optimizer"}
+"""Parts of the names of objects that all ranks have to step, and what they are."""
 
 
 def _counts(code: Code, loop: ast.AST, node: ast.If) -> bool:

@@ -13,7 +13,7 @@ from ddpdoctor.lint.calls import has_unpacked, keyword
 from ddpdoctor.lint.conditions import exclusive, under
 from ddpdoctor.lint.names import DISTRIBUTED
 from ddpdoctor.lint.program import ENVIRONMENT, Code
-from ddpdoctor.lint.ranks import is_local_rank, is_rank, is_world_size, variable
+from ddpdoctor.lint.ranks import counts_gpus, is_local_rank, is_rank, is_world_size, variable
 from ddpdoctor.lint.rules import Hit, rule
 
 
@@ -45,7 +45,12 @@ def hardcoded_topology(code: Code) -> Iterator[Hit]:
         size, rank = keyword(call, "world_size", 3), keyword(call, "rank", 4)
         if rank is not None and size is not None and is_local_rank(code, rank):
             counts = [last_name(each) for each in ast.walk(size)]
-            if is_world_size(code, size) and not any("local" in each.lower() for each in counts):
+            if (
+                is_world_size(code, size)
+                and not counts_gpus(code, size)
+                and not any("local" in each.lower() for each in counts)
+                and not code.program.is_passed(code.function(call))
+            ):
                 yield Hit(
                     rank,
                     "the local rank is used as the rank among all: on several nodes ranks appear "

@@ -408,6 +408,12 @@ def wrapper_discarded(code: Code) -> Iterator[Hit]:
                 for each in code.loads.get(target.id, ())
                 if isinstance(each, ast.Name)
                 and (code.scope(each) is scope or scope in code.above(each))
+                # A read above sees another value, except in a loop or in a nested function.
+                and (
+                    code.scope(each) is not scope
+                    or code.loops(wrap)
+                    or each.lineno > (statement.end_lineno or 0)
+                )
             ]
             names = {
                 one

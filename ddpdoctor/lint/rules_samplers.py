@@ -9,10 +9,17 @@ from ddpdoctor.core.finding import Severity
 from ddpdoctor.diagnose.source_files import Loop, last_name
 from ddpdoctor.lint.calls import has_unpacked, keyword, targets_of
 from ddpdoctor.lint.conditions import is_quiet, under, without_gradients
-from ddpdoctor.lint.loops import repeats, runs_backward, runs_often
+from ddpdoctor.lint.loops import repeats, runs_backward, runs_often, training_loops
 from ddpdoctor.lint.program import Code, Origin
-from ddpdoctor.lint.ranks import depends_on_rank, is_local_rank, is_world_size, mentions_rank
+from ddpdoctor.lint.ranks import (
+    counts_gpus,
+    depends_on_rank,
+    is_local_rank,
+    is_world_size,
+    mentions_rank,
+)
 from ddpdoctor.lint.rules import LOADERS, TRAINERS, Hit, rule
+from ddpdoctor.lint.wrapped import is_wrapper
 
 _ALL = TRAINERS | LOADERS
 
@@ -148,23 +155,45 @@ def unsharded_loader(code: Code) -> Iterator[Hit]:
     ):
         # DDP101 is the cause.
         return
-    for loop in (node for node in code.nodes if isinstance(node, (ast.For, ast.AsyncFor))):
-        if not runs_backward(code, loop):
-            continue
-        made = [each for each in code.origins(loop.iter) if isinstance(each.node, ast.Call)]
-        loaders = [each for each in made if _is_loader(each)]
-        if not loaders or len(loaders) != len(made):
-            continue
-        if all(_is_unsharded(each) for each in loaders):
-            call = loaders[0]
-            if call.code is code or call.code not in code.program.codes:
-                yield Hit(
-                    call.node,
-                    "this DataLoader feeds the training loop and has no DistributedSampler, so "
-                    "every rank trains on the whole data set",
-                    "Pass sampler=DistributedSampler(dataset), drop shuffle=True, and call "
-                    "sampler.set_epoch(epoch) in each epoch.",
-                )
+    seen: set[ast.AST] = set()
+    for other, loop in training_loops(code.program):
+        made = [each for each in other.origins(loop.iter) if isinstance(each.node, ast.Call)]
+        if all(map(_is_loader, made)):
+            seen.update(_unsharded(code, made))
+    for call in code.calls:
+        if _trains_elsewhere(code, call):
+            for each in (*call.args, *(one.value for one in call.keywords)):
+                made = code.origins(each)
+                if made and all(_is_loader(one) and _is_shuffled(one.node) for one in made):
+                    seen.update(_unsharded(code, made))
+    for node in seen:
+        yield Hit(
+            node,
+            "this DataLoader feeds the training loop and has no DistributedSampler, so "
+            "every rank trains on the whole data set",
+            "Pass sampler=DistributedSampler(dataset), drop shuffle=True, and call "
+            "sampler.set_epoch(epoch) in each epoch.",
+        )
+
+
+def _unsharded(code: Code, loaders: list[Origin]) -> list[ast.expr]:
+    """Return the first of some loaders if all give each rank the whole data set of a file."""
+    first = loaders[:1] if loaders and all(map(_is_unsharded, loaders)) else []
+    return [each.node for each in first if each.code is code]
+
+
+def _is_shuffled(loader: ast.expr) -> bool:
+    shuffle = keyword(loader, "shuffle", 2) if isinstance(loader, ast.Call) else None
+    return isinstance(shuffle, ast.Constant) and shuffle.value is True
+
+
+def _trains_elsewhere(code: Code, call: ast.Call) -> bool:
+    """Return whether a call passes a DDP object to a function of an unknown file that trains it."""
+    return (
+        last_name(call.func).lower().startswith(("train", "fit"))
+        and not code.program.targets(code, call)
+        and any(is_wrapper(code, each) for each in call.args)
+    )
 
 
 def _divides_by_hand(code: Code) -> bool:
@@ -396,20 +425,13 @@ def wrong_rank(code: Code) -> Iterator[Hit]:
         if rank is None or not is_local_rank(code, rank):
             continue
         fixed = isinstance(count, ast.Constant) and isinstance(count.value, int) and count.value > 1
-        if count is None or fixed or (is_world_size(code, count) and not _counts_gpus(code, count)):
+        if count is None or fixed or (is_world_size(code, count) and not counts_gpus(code, count)):
             yield Hit(
                 rank,
                 "this DistributedSampler gets the local rank, but the number of all ranks: on "
                 "several nodes ranks share the same samples, and others are never read",
                 "Leave out rank and num_replicas, or pass dist.get_rank().",
             )
-
-
-def _counts_gpus(code: Code, node: ast.expr) -> bool:
-    return any(
-        isinstance(each.node, ast.Call) and last_name(each.node.func) == "device_count"
-        for each in code.origins(node)
-    )
 
 
 @rule("DDP108", Severity.ERROR, "shuffle-and-sampler", moot=frozenset())
@@ -509,7 +531,7 @@ def _shows(code: Code, call: ast.Call, counted: set[str]) -> bool:
         last_name(target)
         for node in code.within(code.function(call) or code.tree)
         for target in targets_of(node)
-        if {last_name(one) for one in ast.walk(getattr(node, "value", node))} & counted
+        if {last_name(one) for one in ast.walk(getattr(node, "value", None) or node)} & counted
     }
     return "rank" not in text and bool(names & (counted | derived))
 
