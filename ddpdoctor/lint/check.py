@@ -23,6 +23,9 @@ from ddpdoctor.lint.rules import LINT_RULES, Hit, LintRule
 UNREADABLE = "DDP016"
 """The code of a file that cannot be read or parsed, as in ``ddpdoctor check``."""
 
+_ASIDE = (".LightningDataModule", ".seed_everything")
+"""Parts of frameworks that do nothing for the loop of a program."""
+
 MAX_ROUNDS = 8
 """How often a file is checked that several scripts import."""
 
@@ -149,10 +152,17 @@ def _of_program(
         seen: Codes and nodes that were reported. New ones are added.
         failed: Gets the rules that fail, and why.
     """
-    full = {name.lstrip(".") for code in program.codes for name in code.imports.values()}
-    if not any(name.startswith("torch") for name in full):
+    if not any(
+        name.startswith("torch") for code in program.codes for name in code.imports.values()
+    ):
         return
-    imported = {".".join(name.split(".")[:count]) for name in full for count in (1, 2)}
+    used = [
+        name.lstrip(".")
+        for code in program.codes
+        for name in code.imports.values()
+        if not name.endswith(_ASIDE)
+    ]
+    imported = {".".join(name.split(".")[:count]) for name in used for count in (1, 2)}
     rules = [each for each in LINT_RULES.values() if not each.moot & imported]
     for code in codes:
         for rule in rules:

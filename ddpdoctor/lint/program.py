@@ -41,6 +41,9 @@ _PARALLEL = frozenset(
 )
 """Names that show that a file may belong to a job of several ranks."""
 
+_MODE = ("dist", "ddp", "parallel", "world", "rank", "multi", "single", "gpu", "initialized")
+"""Parts of words in conditions on whether a job has several ranks."""
+
 _DEPTH = 8
 """The longest chain of names that is followed."""
 
@@ -324,6 +327,21 @@ class Code:
         return known
 
     @cached_property
+    def names(self) -> frozenset[str]:
+        """All names that the file reads, calls or imports."""
+        imported = (each.rpartition(".")[2] for each in self.imports.values())
+        return frozenset((*self.loads, *self.calls_by_name, *self.imports, *imported))
+
+    @cached_property
+    def only_defines(self) -> bool:
+        """Whether the file runs nothing itself when it is imported."""
+        return all(
+            isinstance(each, (*FUNCTIONS, ast.ClassDef, ast.Import, ast.ImportFrom))
+            or (isinstance(each, (ast.Expr, ast.Assign)) and not isinstance(each.value, ast.Call))
+            for each in self.tree.body
+        )
+
+    @cached_property
     def is_parallel(self) -> bool:
         """Whether the file may belong to a job of several ranks."""
         return not self.loads.keys().isdisjoint(_PARALLEL) or any(
@@ -333,7 +351,30 @@ class Code:
     @property
     def wraps(self) -> list[ast.Call]:
         """The calls that wrap a model with torch's DDP."""
-        return self.calls_of("DistributedDataParallel")
+        found = self.calls_of("DistributedDataParallel")
+        return [each for each in found if not self._is_off(each)] if self._flags_off else found
+
+    @cached_property
+    def _flags_off(self) -> set[str]:
+        """Names that the module sets once, to False: ``ddp = False``."""
+        return {
+            name
+            for (scope, name), items in self._set.items()
+            if scope is self.tree
+            and len(items) == 1
+            and isinstance(items[0].value, ast.Constant)
+            and items[0].value.value is False
+        }
+
+    def _is_off(self, node: ast.AST) -> bool:
+        """Return whether a flag that is off keeps a node from running."""
+        inner = node
+        for each in self.above(node):
+            held = isinstance(each, ast.If) and inner in each.body
+            if held and last_name(getattr(each, "test", each)) in self._flags_off:
+                return True
+            inner = each
+        return False
 
     @cached_property
     def words(self) -> Words:
@@ -355,8 +396,25 @@ class Code:
                 and each.func.id in self.functions
                 for each in ast.walk(test)
             )
-            known = self._discerned[test] = not made and discerns(test, self.words)
+            known = self._discerned[test] = not made and self._differs(test)
         return known
+
+    def _differs(self, test: ast.expr) -> bool:
+        """Return whether a condition differs between ranks by one of its parts."""
+        if not isinstance(test, ast.BoolOp):
+            return discerns(test, self.words)
+        if isinstance(test.op, ast.Or) and not all(map(self._is_of_job, test.values)):
+            # The other part may be true on all ranks.
+            return False
+        return any(map(self._differs, test.values))
+
+    def _is_of_job(self, test: ast.expr) -> bool:
+        """Return whether a condition is on the rank, or on whether the job has several ranks."""
+        words = {
+            str(each.value).lower() if isinstance(each, ast.Constant) else last_name(each).lower()
+            for each in ast.walk(test)
+        }
+        return self._differs(test) or any(part in word for word in words for part in _MODE)
 
     @cached_property
     def rank_conditions(self) -> bool:
@@ -601,6 +659,11 @@ def programs(files: Iterable[SourceFile]) -> Iterator[Program]:
     codes = [Code(each, each.tree) for each in files if each.tree is not None]
     everything = Program(codes, Modules(codes))
     imports = {code: everything.imported_by(code) for code in codes}
+    known = {other for several in imports.values() for other in several}
+    loose = [each for each in codes if each not in known and each.only_defines]
+    for code in codes:
+        if "import_module" in code.loads:
+            imports[code] += [each for each in loose if each is not code]
     imported = {other for code in codes for other in imports[code] if other is not code}
     met: set[Code] = set()
     plain: list[list[Code]] = []
@@ -727,12 +790,7 @@ class Program:
         """Return the functions of the program that a call may run."""
         name = last_name(call.func)
         if isinstance(call.func, ast.Name):
-            if name in code.functions:
-                return [(code, each) for each in code.functions[name] if not code.is_method(each)]
-            found = self._named(code, name)
-            return (
-                [(found[0], each) for each in found[0].functions.get(found[1], ())] if found else []
-            )
+            return self.functions(code, name)
         if not isinstance(call.func, ast.Attribute):
             return []
         value = call.func.value
@@ -761,6 +819,15 @@ class Program:
             if each.is_method(one)
         ]
         return methods_of_all if len(methods_of_all) == 1 and name not in _COMMON_METHODS else []
+
+    def functions(
+        self, code: Code, name: str
+    ) -> list[tuple[Code, ast.FunctionDef | ast.AsyncFunctionDef]]:
+        """Return the functions that a file defines or imports under a name."""
+        if name in code.functions:
+            return [(code, each) for each in code.functions[name] if not code.is_method(each)]
+        found = self._named(code, name)
+        return [(found[0], each) for each in found[0].functions.get(found[1], ())] if found else []
 
     def family(self, code: Code, owner: ast.ClassDef) -> list[tuple[Code, ast.ClassDef]]:
         """Return a class and its bases within the program, nearest first."""
@@ -836,11 +903,7 @@ class Program:
 
     def uses(self, *words: str) -> bool:
         """Return whether a file of the program has one of these words as a name."""
-        return any(
-            word in code.loads or word in code.calls_by_name or word in code.imports
-            for code in self.codes
-            for word in words
-        )
+        return any(not code.names.isdisjoint(words) for code in self.codes)
 
 
 _COMMON_METHODS = frozenset(("step", "forward", "get", "update", "close", "run", "load", "save"))

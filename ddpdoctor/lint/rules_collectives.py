@@ -371,7 +371,11 @@ def _left(code: Code, node: ast.Break) -> Iterator[Hit]:
     )
     ways = sum(isinstance(each, (ast.Break, ast.Return)) for each in inside)
     trains = runs_backward(code, loops[0]) or bool(code.called(loops[0], "set_epoch"))
-    if agrees or ways > 1 or _joins(code, node) or not trains:
+    # On some rank the condition is certainly the opposite.
+    certain = any(
+        allowed(condition.test, code.words, rank) == {not held[0][1]} for rank in range(1, 8)
+    )
+    if (agrees and not certain) or ways > 1 or _joins(code, node) or not trains:
         return
     yield Hit(
         node,
@@ -524,22 +528,17 @@ def _only_condition(code: Code, targets: list[ast.Name]) -> ast.If | None:
 def _none_elsewhere(code: Code) -> Iterator[Hit]:
     """Yield uses of a name that is None on some ranks."""
     for node in code.nodes:
-        value = node.value if isinstance(node, ast.Assign) else None
-        if not isinstance(value, ast.IfExp) or not code.discerns(value.test):
+        value, targets = _chosen(node)
+        if value is None or not code.discerns(value.test):
             continue
-        if not any(
-            isinstance(each, ast.Constant) and each.value is None
-            for each in (value.body, value.orelse)
-        ):
-            continue
-        for target in targets_of(node):
+        for target in targets:
             uses = [
                 each
                 for each in code.loads.get(last_name(target), ())
                 if isinstance(each, ast.Name)
                 and isinstance(code.parents.get(each), ast.Attribute)
                 and isinstance(target, ast.Name)
-                and len(list(code.values(each))) == 1
+                and len(list(code.values(each))) == (2 if value is node else 1)
                 and _is_read_by_all(code, each, target)
                 and not _asks_first(code, each)
             ]
@@ -550,6 +549,33 @@ def _none_elsewhere(code: Code) -> Iterator[Hit]:
                     "they raise here",
                     "Use it under the same condition.",
                 )
+
+
+def _chosen(node: ast.AST) -> tuple[ast.If | ast.IfExp | None, list[ast.expr]]:
+    """Return a condition that decides whether names are None, and the names."""
+
+    def is_none(value: ast.expr) -> bool:
+        return isinstance(value, ast.Constant) and value.value is None
+
+    value = node.value if isinstance(node, ast.Assign) else None
+    if isinstance(value, ast.IfExp) and (is_none(value.body) or is_none(value.orelse)):
+        return value, targets_of(node)
+    if isinstance(node, ast.If):
+        one, other = (
+            {
+                each.targets[0].id: each
+                for each in block
+                if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name)
+            }
+            for block in (node.body, node.orelse)
+        )
+        both = [name for name in one if name in other]
+        return node, [
+            other[name].targets[0]
+            for name in both
+            if is_none(one[name].value) is not is_none(other[name].value)
+        ]
+    return None, []
 
 
 def _asks_first(code: Code, load: ast.Name) -> bool:
@@ -588,12 +614,15 @@ def _is_read_by_all(code: Code, load: ast.Name, target: ast.Name) -> bool:
     )
 
 
+_TRACKERS = ("wandb.init", "mlflow.start_run", "logging.FileHandler")
+
+
 @rule("DDP506", Severity.INFO, "unguarded-side-effect")
 def unguarded_writer(code: Code) -> Iterator[Hit]:
-    """Every rank opens a tracker or an event file in the same place.
+    """Every rank opens a tracker or a log file in the same place.
 
     What it finds
-        ``SummaryWriter`` or ``wandb.init`` without a condition on the rank.
+        ``SummaryWriter``, ``wandb.init`` or ``FileHandler`` without a condition on the rank.
 
     Why it is bad
         The tracker shows as many runs as there are ranks, with mixed curves.
@@ -613,10 +642,12 @@ def unguarded_writer(code: Code) -> Iterator[Hit]:
     if not code.program.wraps:
         return
     for call in code.calls:
-        full = code.dotted(call.func)
-        if full == "wandb.init" or last_name(call.func) == "SummaryWriter":
+        if code.dotted(call.func) in _TRACKERS or last_name(call.func) == "SummaryWriter":
             texts = ast.unparse(call).lower()
             if "rank" in texts or "disabled" in texts or is_guarded(code, call):
+                continue
+            if code.called(code.function(call) or code.tree, "spawn"):
+                # This is the process that starts the ranks.
                 continue
             yield Hit(
                 call, "every rank opens this tracker, so there are as many runs as ranks",

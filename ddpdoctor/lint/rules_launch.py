@@ -92,13 +92,14 @@ def hardcoded_rendezvous(code: Code) -> Iterator[Hit]:
     When it stays silent
         Defaults (``setdefault``, ``os.environ.get``).
     """
+    told: set[ast.AST | None] = set()
     for node in code.nodes:
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Constant):
             continue
         name = variable(code, node.targets[0])
-        if name != "MASTER_PORT":
+        if name not in ("MASTER_PORT", "MASTER_ADDR"):
             continue
-        if under(code, node, "MASTER_PORT".lower(), "environ"):
+        if under(code, node, "master_", "environ"):
             continue
         value = str(node.value.value)
         if value.isdigit() and int(value) > 65535:
@@ -106,12 +107,21 @@ def hardcoded_rendezvous(code: Code) -> Iterator[Hit]:
                 node, f"there is no port {value}: the greatest is 65535",
                 "Use a port below 65536, or let torchrun choose.", Severity.ERROR,
             )  # fmt: skip
-        elif not code.program.uses("spawn", "Process"):
-            yield Hit(
-                node, "the rendezvous port is fixed: it overrides torchrun's, and a second job on "
-                "this machine fails",
-                'Use os.environ.setdefault("MASTER_PORT", ...), or start with torchrun.',
-            )  # fmt: skip
+        elif code.function(node) not in told:
+            told.add(code.function(node))
+            yield _fixed(node)
+    for call in code.calls_by_name.get("init_process_group", ()):
+        address = keyword(call, "init_method", 1)
+        if isinstance(address, ast.Constant) and re.match(r"tcp://.+:\d+$", str(address.value)):
+            yield _fixed(address)
+
+
+def _fixed(node: ast.AST) -> Hit:
+    return Hit(
+        node,
+        "the rendezvous is fixed: it overrides torchrun's, and a second job on this machine fails",
+        'Use os.environ.setdefault("MASTER_PORT", ...), or start with torchrun.',
+    )
 
 
 @rule("DDP204", Severity.WARNING, "global-rank-as-device", moot=frozenset())
@@ -292,7 +302,7 @@ def wrong_device_ids(code: Code) -> Iterator[Hit]:
 def local_rank_option(code: Code) -> Iterator[Hit]:
     """Find options for the local rank that current launchers do not pass."""
     program = code.program
-    if program.uses("spawn", "parse_known_args", "deepspeed") or not program.uses(
+    if program.uses("spawn", "deepspeed") or not program.uses(
         "init_process_group", "DistributedDataParallel", "DistributedSampler"
     ):
         return
@@ -303,7 +313,11 @@ def local_rank_option(code: Code) -> Iterator[Hit]:
         default = keyword(call, "default")
         if default is not None and any(variable(code, one) for one in ast.walk(default)):
             continue
-        if _is_filled(code):
+        required = keyword(call, "required")
+        must = isinstance(required, ast.Constant) and required.value is True
+        if not must and (_is_filled(code) or program.uses("parse_known_args")):
+            continue
+        if _is_spare(code, call) or under(code, call, "version"):
             continue
         used = [
             load
@@ -311,8 +325,7 @@ def local_rank_option(code: Code) -> Iterator[Hit]:
             for load in each.loads.get("local_rank", ())
             if isinstance(load, ast.Attribute)
         ]
-        required = keyword(call, "required")
-        if used or (isinstance(required, ast.Constant) and required.value is True):
+        if used or must:
             yield Hit(
                 call,
                 "torchrun never passes --local_rank, and torch.distributed.launch passes "
@@ -320,6 +333,19 @@ def local_rank_option(code: Code) -> Iterator[Hit]:
                 'Use parser.add_argument("--local-rank", "--local_rank", type=int, '
                 'default=int(os.environ.get("LOCAL_RANK", 0))).',
             )
+
+
+def _is_spare(code: Code, option: ast.Call) -> bool:
+    """Return whether nothing calls the function of an option, and another one has it, too."""
+    function = code.function(option)
+    if function is None or code.program.callers(code, function):
+        return False
+    return any(
+        each is not option and "--local_rank" in ast.unparse(each)
+        for other in code.program.codes
+        for each in other.calls_by_name.get("add_argument", ())
+        if (outer := other.function(each)) is None or other.program.callers(other, outer)
+    )
 
 
 def _is_filled(code: Code) -> bool:
@@ -392,6 +418,52 @@ def _asks(use: ast.AST, read: ast.expr) -> bool:
     return default in [ast.dump(each) for each in (use.left, *use.comparators)]
 
 
+@rule("DDP209", Severity.INFO, "nccl-without-cuda")
+def nccl_without_cuda(code: Code) -> Iterator[Hit]:
+    """The backend is always NCCL, although the program can run without a GPU.
+
+    What it finds
+        ``init_process_group("nccl")`` without a condition, in a file that falls back to the CPU.
+
+    Why it is bad
+        Without a GPU the start fails, and the fallback is never used.
+
+    How to fix it
+        Choose the backend as the device is chosen.
+
+    Example
+        Wrong:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+            dist.init_process_group("nccl")
+        Right:
+            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+    When it stays silent
+        If a condition decides on the backend, or the process group is optional.
+    """
+    fallback = any(
+        isinstance(node, ast.IfExp)
+        and isinstance(node.test, ast.Call)
+        and last_name(node.test.func) == "is_available"
+        and any(
+            isinstance(one, ast.Constant) and one.value == "cpu" for one in ast.walk(node.orelse)
+        )
+        for node in code.nodes
+    )
+    for call in code.calls_by_name.get("init_process_group", ()) if fallback else ():
+        backend = keyword(call, "backend", 0)
+        made = [each.node for each in code.origins(backend)] if backend is not None else []
+        fixed = bool(made) and all(
+            isinstance(each, ast.Constant) and each.value == "nccl" for each in made
+        )
+        held = any(isinstance(each, ast.If) for each in code.above(call))
+        if fixed and not held and code.is_dist(call, "init_process_group"):
+            yield Hit(
+                call, "NCCL needs a GPU, and this file falls back to the CPU without one",
+                'Use "nccl" if torch.cuda.is_available() else "gloo".',
+            )  # fmt: skip
+
+
 @rule("DDP210", Severity.INFO, "missing-destroy")
 def missing_destroy(code: Code) -> Iterator[Hit]:
     """The process group is never destroyed.
@@ -415,7 +487,11 @@ def missing_destroy(code: Code) -> Iterator[Hit]:
     When it stays silent
         Programs of frameworks that destroy it.
     """
-    if code.program.uses("destroy_process_group"):
+    if any(
+        not call.args
+        for each in code.program.codes
+        for call in each.calls_by_name.get("destroy_process_group", ())
+    ):
         return
     for call in code.calls_by_name.get("init_process_group", ())[:1]:
         if code.is_dist(call, "init_process_group"):
@@ -506,8 +582,8 @@ def spawn_arity(code: Code) -> Iterator[Hit]:
             continue
         if not isinstance(target, ast.Name) or has_unpacked(call):
             continue
-        functions = code.functions.get(target.id, ())
-        if len(functions) != 1 or target.id in code.imports or functions[0].decorator_list:
+        functions = [each for _, each in code.program.functions(code, target.id)]
+        if len(functions) != 1 or functions[0].decorator_list:
             continue
         if not isinstance(args, (ast.Tuple, type(None))):
             continue

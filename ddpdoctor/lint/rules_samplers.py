@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.diagnose.source_files import Loop, last_name
 from ddpdoctor.lint.calls import has_unpacked, keyword, targets_of
-from ddpdoctor.lint.conditions import is_quiet, under, without_gradients
+from ddpdoctor.lint.conditions import exclusive, is_quiet, under, without_gradients
 from ddpdoctor.lint.loops import repeats, runs_backward, runs_often, training_loops
 from ddpdoctor.lint.program import Code, Origin
 from ddpdoctor.lint.ranks import (
@@ -262,9 +262,10 @@ _OWN_LOADERS = frozenset(("deepspeed", "horovod", "colossalai", "megatron", "fai
 def missing_set_epoch(code: Code) -> Iterator[Hit]:
     """Find samplers that shuffle without ``set_epoch``."""
     for call in code.calls_of("DistributedSampler"):
-        if not _shuffles(code, call) or _has_epoch(code, call):
+        if not _shuffles(code, call):
             continue
-        if any(_feeds_epochs(other, call) for other in code.program.codes):
+        places = (one for other in code.program.codes for one in _feeds_epochs(other, call))
+        if any(not _has_epoch(code, call, place) for place in places):
             yield Hit(
                 call,
                 "set_epoch() is never called on this DistributedSampler, so every epoch has the "
@@ -273,21 +274,20 @@ def missing_set_epoch(code: Code) -> Iterator[Hit]:
             )
 
 
-def _feeds_epochs(code: Code, sampler: ast.Call) -> bool:
-    """Return whether a file trains for several epochs over a loader with a sampler."""
+def _feeds_epochs(code: Code, sampler: ast.Call) -> Iterator[ast.AST]:
+    """Yield where a file trains for several epochs over a loader with a sampler."""
     for node in code.nodes:
         if isinstance(node, (ast.For, ast.AsyncFor)):
             if _is_over(code, node.iter, sampler) and repeats(code, node):
                 yields = any(isinstance(each, ast.Yield) for each in code.within(node))
                 if runs_backward(code, node) or (yields and code.program.uses("backward")):
-                    return True
+                    yield node
         elif isinstance(node, ast.Call) and last_name(node.func) == "iter" and node.args:
             # An inner loop takes the batches with `next`.
             loops = code.loops(node)
             trains = bool(loops) and runs_often(code, loops[-1]) and runs_backward(code, loops[-1])
             if trains and _is_over(code, node.args[0], sampler):
-                return True
-    return False
+                yield node
 
 
 def _is_over(code: Code, node: ast.expr, sampler: ast.Call) -> bool:
@@ -300,11 +300,11 @@ def _is_over(code: Code, node: ast.expr, sampler: ast.Call) -> bool:
     )
 
 
-def _has_epoch(code: Code, sampler: ast.Call) -> bool:
-    """Return whether a ``set_epoch`` of the program may be this sampler's."""
+def _has_epoch(code: Code, sampler: ast.Call, place: ast.AST) -> bool:
+    """Return whether a ``set_epoch`` of the program may be this sampler's at a training loop."""
     for each in code.program.codes:
         calls = each.calls_by_name.get("set_epoch", ())
-        if any(_tells(each, call, sampler) for call in calls):
+        if any(_tells(each, call, sampler) and not exclusive(each, call, place) for call in calls):
             return True
         named = "set_epoch" in each.loads or any(
             isinstance(node, ast.Constant) and node.value == "set_epoch" for node in each.nodes
@@ -516,6 +516,31 @@ def shard_not_reduced(code: Code) -> Iterator[Hit]:
                     "all_reduce the sum and the count first.",
                 )
                 break
+
+
+@rule("DDP107", Severity.INFO, moot=_ALL)
+def padded_evaluation(code: Code) -> Iterator[Hit]:
+    """Find evaluations whose samplers repeat samples, and whose metrics are reduced."""
+    if not code.program.uses(*_REDUCES) or code.program.uses("gather_for_metrics"):
+        return
+    for loop in (node for node in code.nodes if isinstance(node, ast.For)):
+        if not _evaluates_shard(code, loop):
+            continue
+        for loader in code.origins(loop.iter):
+            samplers = (
+                _samplers_of(loader.code, loader.node) if isinstance(loader.node, ast.Call) else []
+            )
+            for each in samplers:
+                call = each.node
+                if not isinstance(call, ast.Call) or not _is_sampler(each) or each.code is not code:
+                    continue
+                if keyword(call, "drop_last", 5) is None and not has_unpacked(call):
+                    yield Hit(
+                        call,
+                        "this sampler repeats samples until all ranks have the same number, "
+                        "and the reduced metric counts them twice",
+                        "Cut off the repeated samples, or give each rank a Subset.",
+                    )
 
 
 _SHOWN = ("print", "info", "add_scalar", "write", "log", "log_metrics", "print_rank0")
