@@ -6,9 +6,10 @@ import ast
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.diagnose.source_files import Loop, last_name
-from ddpdoctor.lint.calls import has_unpacked, keyword, targets_of
-from ddpdoctor.lint.conditions import exclusive, is_quiet, under, without_gradients
+from ddpdoctor.diagnose.source_files import last_name
+from ddpdoctor.lint.calls import has_unpacked, keyword
+from ddpdoctor.lint.conditions import exclusive, under
+from ddpdoctor.lint.loaders import is_loader, is_sampler, sampler_of, samplers_of
 from ddpdoctor.lint.loops import repeats, runs_backward, runs_often, training_loops
 from ddpdoctor.lint.program import Code, Origin
 from ddpdoctor.lint.ranks import (
@@ -22,37 +23,6 @@ from ddpdoctor.lint.rules import LOADERS, TRAINERS, Hit, rule
 from ddpdoctor.lint.wrapped import is_wrapper
 
 _ALL = TRAINERS | LOADERS
-
-
-def _is_sampler(origin: Origin) -> bool:
-    return origin.code.is_torch(origin.node, "DistributedSampler")
-
-
-def _is_loader(origin: Origin) -> bool:
-    return origin.code.is_torch(origin.node, "DataLoader")
-
-
-def _is_none(origin: Origin) -> bool:
-    return isinstance(origin.node, ast.Constant) and origin.node.value is None
-
-
-def _sampler_of(code: Code, loader: ast.Call) -> ast.expr | None:
-    return keyword(loader, "sampler", 3) or keyword(loader, "batch_sampler", 4)
-
-
-def _samplers_of(code: Code, loader: ast.Call) -> list[Origin]:
-    """Return what the sampler of a loader may be, also inside of a batch sampler."""
-    given = _sampler_of(code, loader)
-    if given is None:
-        return []
-    found: list[Origin] = []
-    for each in code.origins(given):
-        node = each.node
-        if isinstance(node, ast.Call) and last_name(node.func) == "BatchSampler" and node.args:
-            found += each.code.origins(keyword(node, "sampler", 0) or node.args[0])
-        else:
-            found.append(each)
-    return found
 
 
 def _shuffles(code: Code, sampler: ast.Call) -> bool:
@@ -87,9 +57,7 @@ def _is_dropped(code: Code, call: ast.Call) -> bool:
     if isinstance(parent, ast.Expr):
         # If a loader has another sampler, this one is only an experiment.
         loaders = code.calls_of("DataLoader")
-        return code.program.uses("backward") and not any(
-            _sampler_of(code, each) for each in loaders
-        )
+        return code.program.uses("backward") and not any(sampler_of(each) for each in loaders)
     if not isinstance(parent, (ast.Assign, ast.AnnAssign)):
         return False
     targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
@@ -158,13 +126,13 @@ def unsharded_loader(code: Code) -> Iterator[Hit]:
     seen: set[ast.AST] = set()
     for other, loop in training_loops(code.program):
         made = [each for each in other.origins(loop.iter) if isinstance(each.node, ast.Call)]
-        if all(map(_is_loader, made)):
+        if all(map(is_loader, made)):
             seen.update(_unsharded(code, made))
     for call in code.calls:
         if _trains_elsewhere(code, call):
             for each in (*call.args, *(one.value for one in call.keywords)):
                 made = code.origins(each)
-                if made and all(_is_loader(one) and _is_shuffled(one.node) for one in made):
+                if made and all(is_loader(one) and _is_shuffled(one.node) for one in made):
                     seen.update(_unsharded(code, made))
     for node in seen:
         yield Hit(
@@ -233,7 +201,7 @@ _ABOUT_RANKS = (
 def _is_unsharded(origin: Origin) -> bool:
     code, call = origin.code, origin.node
     assert isinstance(call, ast.Call)
-    if has_unpacked(call) or _sampler_of(code, call) is not None:
+    if has_unpacked(call) or sampler_of(call) is not None:
         return False
     if under(code, call, *_ABOUT_RANKS):
         return False
@@ -293,9 +261,9 @@ def _feeds_epochs(code: Code, sampler: ast.Call) -> Iterator[ast.AST]:
 def _is_over(code: Code, node: ast.expr, sampler: ast.Call) -> bool:
     """Return whether an expression is a loader with a sampler."""
     return any(
-        _is_loader(made)
+        is_loader(made)
         and isinstance(made.node, ast.Call)
-        and any(each.node is sampler for each in _samplers_of(made.code, made.node))
+        and any(each.node is sampler for each in samplers_of(made.code, made.node))
         for made in code.origins(node)
     )
 
@@ -327,14 +295,14 @@ def _tells(code: Code, call: ast.Call, sampler: ast.Call) -> bool:
     if isinstance(receiver, ast.Attribute) and receiver.attr in _SAMPLERS:
         while isinstance(receiver, ast.Attribute) and receiver.attr in _SAMPLERS:
             receiver = receiver.value
-        loaders = [each for each in code.origins(receiver) if _is_loader(each)]
+        loaders = [each for each in code.origins(receiver) if is_loader(each)]
         made = [
             one
             for each in loaders
             if isinstance(each.node, ast.Call)
-            for one in _samplers_of(each.code, each.node)
+            for one in samplers_of(each.code, each.node)
         ]
-    return any(each.node is sampler for each in made) or not any(map(_is_sampler, made))
+    return any(each.node is sampler for each in made) or not any(map(is_sampler, made))
 
 
 @rule("DDP104", Severity.WARNING, "misplaced-set-epoch", moot=_ALL)
@@ -386,7 +354,7 @@ def misplaced_set_epoch(code: Code) -> Iterator[Hit]:
         ):
             made = code.origins(loops[0].iter)
             outer = len(loops) > 1 or repeats(code, loops[0])
-            if any(map(_is_loader, made)) and outer:
+            if any(map(is_loader, made)) and outer:
                 yield Hit(
                     call,
                     "set_epoch() is called within the loop over batches, after the loader has "
@@ -481,136 +449,3 @@ def seed_differs(code: Code) -> Iterator[Hit]:
                 "overlap",
                 "Pass the same seed on every rank.",
             )
-
-
-@rule("DDP106", Severity.WARNING, moot=_ALL)
-def shard_not_reduced(code: Code) -> Iterator[Hit]:
-    """Find metrics of one shard that are used as if they covered the whole data set."""
-    if code.program.uses(*_REDUCES):
-        return
-    for loop in (node for node in code.nodes if isinstance(node, ast.For)):
-        if not _evaluates_shard(code, loop):
-            continue
-        counted = _counted(code, loop)
-        for node in code.within(code.function(loop) or code.tree):
-            if getattr(node, "lineno", 0) <= (loop.end_lineno or loop.lineno):
-                continue
-            if (
-                isinstance(node, ast.BinOp)
-                and isinstance(node.op, ast.Div)
-                and {last_name(one) for one in ast.walk(node.left)} & counted
-                and _is_length_of_data(node.right)
-            ):
-                yield Hit(
-                    node,
-                    "a sum over this rank's shard is divided by the length of the whole data set, "
-                    "and never reduced over the ranks",
-                    "all_reduce the sum and the count, then divide.",
-                )
-                break
-            if isinstance(node, ast.Call) and _shows(code, node, counted):
-                yield Hit(
-                    node,
-                    "this shows what one rank counted over its shard as if it were of the whole "
-                    "data set",
-                    "all_reduce the sum and the count first.",
-                )
-                break
-
-
-@rule("DDP107", Severity.INFO, moot=_ALL)
-def padded_evaluation(code: Code) -> Iterator[Hit]:
-    """Find evaluations whose samplers repeat samples, and whose metrics are reduced."""
-    if not code.program.uses(*_REDUCES) or code.program.uses("gather_for_metrics"):
-        return
-    for loop in (node for node in code.nodes if isinstance(node, ast.For)):
-        if not _evaluates_shard(code, loop):
-            continue
-        for loader in code.origins(loop.iter):
-            samplers = (
-                _samplers_of(loader.code, loader.node) if isinstance(loader.node, ast.Call) else []
-            )
-            for each in samplers:
-                call = each.node
-                if not isinstance(call, ast.Call) or not _is_sampler(each) or each.code is not code:
-                    continue
-                if keyword(call, "drop_last", 5) is None and not has_unpacked(call):
-                    yield Hit(
-                        call,
-                        "this sampler repeats samples until all ranks have the same number, "
-                        "and the reduced metric counts them twice",
-                        "Cut off the repeated samples, or give each rank a Subset.",
-                    )
-
-
-_SHOWN = ("print", "info", "add_scalar", "write", "log", "log_metrics", "print_rank0")
-
-
-def _shows(code: Code, call: ast.Call, counted: set[str]) -> bool:
-    """Return whether a call prints or logs some counts, and does not name the rank."""
-    if last_name(call.func) not in _SHOWN or mentions_rank(code, call):
-        return False
-    text = ast.unparse(call).lower()
-    names = {last_name(one) for each in call.args for one in ast.walk(each)}
-    derived = {
-        last_name(target)
-        for node in code.within(code.function(call) or code.tree)
-        for target in targets_of(node)
-        if {last_name(one) for one in ast.walk(getattr(node, "value", None) or node)} & counted
-    }
-    return "rank" not in text and bool(names & (counted | derived))
-
-
-_REDUCES = (
-    *("all_reduce", "reduce", "all_gather", "gather", "all_gather_object", "gather_object"),
-    *("all_gather_into_tensor", "reduce_tensor", "reduce_dict", "reduce_mean", "torchmetrics"),
-    *("synchronize_between_processes", "gather_for_metrics", "DistributedMetric"),
-)
-
-
-def _evaluates_shard(code: Code, loop: ast.For) -> bool:
-    """Return whether a loop evaluates on this rank's shard of the data."""
-    quiet = any(
-        isinstance(each, ast.With) and is_quiet(each) for each in code.within(loop)
-    ) or without_gradients(code, loop)
-    if runs_backward(code, loop) or not quiet:
-        return False
-    if _gets_epochs(code, loop.iter):
-        return True
-    made = [each for each in code.origins(loop.iter) if _is_loader(each)]
-    samplers = [
-        _samplers_of(each.code, each.node) for each in made if isinstance(each.node, ast.Call)
-    ]
-    return bool(samplers) and all(
-        any(map(_is_sampler, each)) and not any(map(_is_none, each)) for each in samplers
-    )
-
-
-def _gets_epochs(code: Code, node: ast.expr) -> bool:
-    """Return whether ``set_epoch`` shows that a loader has a distributed sampler."""
-    names = {ast.dump(each) for each in ast.walk(node) if isinstance(each, ast.Name)}
-    return any(
-        isinstance(call.func, ast.Attribute)
-        and isinstance(call.func.value, ast.Attribute)
-        and call.func.value.attr == "sampler"
-        and ast.dump(call.func.value.value) in names
-        for call in code.calls_by_name.get("set_epoch", ())
-        if code.function(call) is code.function(node)
-    )
-
-
-def _counted(code: Code, loop: Loop) -> set[str]:
-    return {
-        last_name(each.target)
-        for each in code.within(loop)
-        if isinstance(each, ast.AugAssign) and isinstance(each.op, ast.Add)
-    }
-
-
-def _is_length_of_data(node: ast.expr) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and last_name(node.func) == "len"
-        and len(node.args) == 1
-        and (last_name(node.args[0]) == "dataset" or "dataset" in last_name(node.args[0]).lower())
-    )
