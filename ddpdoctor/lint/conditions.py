@@ -18,9 +18,16 @@ def guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:
     Each comes with whether the node runs if the condition is true. Conditions above the node that
     leave its block count as well.
     """
-    found: list[tuple[ast.AST, bool]] = []
     if not code.rank_conditions:
-        return found
+        return []
+    known = code.guards.get(node)
+    if known is None:
+        known = code.guards[node] = _guards(code, node)
+    return known
+
+
+def _guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:
+    found: list[tuple[ast.AST, bool]] = []
     inner = node
     for each in code.above(node):
         if isinstance(each, (ast.If, ast.IfExp)) and inner is not each.test:

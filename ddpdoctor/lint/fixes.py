@@ -86,7 +86,7 @@ def _set_epoch(code: Code, hit: Hit) -> list[Edit]:
     if value is not hit.node and not code.is_torch(value, "DataLoader"):
         return []
     sampler = target.id if value is hit.node else f"{target.id}.sampler"
-    loop = next((each for each in code.nodes if _is_over_epochs(code, each, target)), None)
+    loop = next((each for each in code.of(ast.For) if _is_over_epochs(code, each, target)), None)
     if not isinstance(loop, ast.For) or not isinstance(loop.target, ast.Name):
         return []
     number = loop.target.id if loop.target.id != "_" else "epoch"

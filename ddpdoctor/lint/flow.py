@@ -24,6 +24,12 @@ def reaching(
     """
     found: set[ast.stmt] = set()
     inner = read
+    holders: set[ast.AST] = set()
+    for each in sets:
+        node: ast.AST | None = each
+        while node is not None and node not in holders:
+            holders.add(node)
+            node = parents(node)
     while inner is not scope:
         outer = parents(inner)
         if outer is None:
@@ -33,6 +39,8 @@ def reaching(
             if not isinstance(block, list) or inner not in block:
                 continue
             for each in reversed(block[: block.index(inner)]):
+                if each not in holders:
+                    continue
                 found |= _inside(each, sets)
                 if _always_sets(each, sets):
                     return found, True

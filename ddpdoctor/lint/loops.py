@@ -27,8 +27,8 @@ def training_loops(program: Program) -> list[tuple[Code, ast.For | ast.AsyncFor]
         lambda: [
             (code, node)
             for code in program.codes
-            for node in code.nodes
-            if isinstance(node, (ast.For, ast.AsyncFor)) and runs_backward(code, node)
+            for node in code.of(ast.For, ast.AsyncFor)
+            if runs_backward(code, node)
         ],
     )
 

@@ -8,6 +8,7 @@ returns of functions, within one file and through imports of other files.
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import os
 from collections import defaultdict
@@ -31,6 +32,7 @@ from ddpdoctor.lint.files import SourceFile
 from ddpdoctor.lint.flow import reaching
 
 T = TypeVar("T")
+N = TypeVar("N", bound=ast.AST)
 _FUNCTIONS = (*FUNCTIONS, ast.Lambda)
 _NESTED = (*_FUNCTIONS, ast.ClassDef)
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -61,23 +63,35 @@ _COLLECTED = (
     *(ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.AsyncFor, ast.comprehension),
     ast.withitem,
 )
-_LEAVES = frozenset(("ctx", "op", "ops"))
-"""Fields whose nodes have no children. All trees share these nodes."""
+_PLAIN_FIELDS = frozenset(
+    (
+        *("ctx", "op", "ops", "id", "attr", "arg", "asname", "conversion", "is_async", "kind"),
+        *("level", "module", "simple", "type_comment", "type_ignores", "rest"),
+    )
+)
+"""Fields without children. Operators and contexts are nodes that all trees share."""
+
+
+@functools.cache
+def _fields_of(kind: type[ast.AST]) -> tuple[str, ...]:
+    """Return the fields of a type of node that may hold children."""
+    if issubclass(kind, ast.Constant):
+        return ()
+    return tuple(each for each in kind._fields if each not in _PLAIN_FIELDS)
 
 
 def _parts(node: ast.AST) -> list[ast.AST]:
     """Return the children of a node, except operators, contexts, and code that never runs."""
     parts: list[ast.AST] = []
-    is_dead = (
-        isinstance(node, ast.If) and isinstance(node.test, ast.Constant) and not node.test.value
-    )
-    for name in node._fields:
-        if name not in _LEAVES and not (is_dead and name == "body"):
-            value = getattr(node, name, None)
-            if isinstance(value, list):
-                parts += [each for each in value if isinstance(each, ast.AST)]
-            elif isinstance(value, ast.AST):
-                parts.append(value)
+    fields = _fields_of(type(node))
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Constant) and not node.test.value:
+        fields = ("test", "orelse")
+    for name in fields:
+        value = getattr(node, name, None)
+        if isinstance(value, list):
+            parts += [each for each in value if isinstance(each, ast.AST)]
+        elif isinstance(value, ast.AST):
+            parts.append(value)
     return parts
 
 
@@ -120,6 +134,8 @@ class Code:
     calls: list[ast.Call] = field(default_factory=list)
     calls_by_name: dict[str, list[ast.Call]] = field(default_factory=dict)
     loads: dict[str, list[ast.Name | ast.Attribute]] = field(default_factory=dict)
+    guards: dict[ast.AST, list[tuple[ast.AST, bool]]] = field(default_factory=dict, repr=False)
+    _by_type: dict[type, list[Any]] = field(default_factory=lambda: defaultdict(list), repr=False)
     _children: dict[ast.AST, list[ast.AST]] = field(default_factory=dict, repr=False)
     _inside: dict[ast.AST, list[ast.AST]] = field(default_factory=dict, repr=False)
     _discerned: dict[ast.expr, bool] = field(default_factory=dict, repr=False)
@@ -136,6 +152,7 @@ class Code:
                 self.parents[child] = node
             self.nodes += children
         for node in self.nodes:
+            self._by_type[type(node)].append(node)
             if isinstance(node, _COLLECTED):
                 self._collect(node)
 
@@ -196,6 +213,10 @@ class Code:
                     self._bind(each, parts[at], node)
                 else:
                     self._bind(each, value, node, at, is_item)
+
+    def of(self, *types: type[N]) -> list[N]:
+        """Return the file's nodes of some types."""
+        return [each for one in types for each in self._by_type.get(one, ())]
 
     # -- places
 
@@ -419,13 +440,12 @@ class Code:
     @cached_property
     def rank_conditions(self) -> bool:
         """Whether the file has conditions that differ between ranks."""
-        return any(
-            (isinstance(each, (ast.If, ast.IfExp, ast.While)) and self.discerns(each.test))
-            or (isinstance(each, ast.Match) and self.discerns(each.subject))
-            or (isinstance(each, ast.comprehension) and any(map(self.discerns, each.ifs)))
-            or (isinstance(each, ast.BoolOp) and any(map(self.discerns, each.values)))
-            or (isinstance(each, FUNCTIONS) and any(map(runs_on_one_rank, each.decorator_list)))
-            for each in self.nodes
+        tests = [each.test for one in (ast.If, ast.IfExp, ast.While) for each in self.of(one)]
+        tests += [each.subject for each in self.of(ast.Match)]
+        tests += [one for each in self.of(ast.comprehension) for one in each.ifs]
+        tests += [one for each in self.of(ast.BoolOp) for one in each.values]
+        return any(map(self.discerns, tests)) or any(
+            runs_on_one_rank(one) for each in self.of(*FUNCTIONS) for one in each.decorator_list
         )
 
     @cached_property

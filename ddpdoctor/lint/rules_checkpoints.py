@@ -111,9 +111,9 @@ def _is_checkpoint(code: Code, call: ast.Call) -> bool:
 
 def _uses_gpus(code: Code) -> bool:
     return code.program.uses("cuda", "set_device") or any(
-        isinstance(node, ast.Constant) and node.value in ("nccl", "cuda")
+        node.value in ("nccl", "cuda")
         for each in code.program.codes
-        for node in each.nodes
+        for node in each.of(ast.Constant)
     )
 
 

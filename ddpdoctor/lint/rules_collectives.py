@@ -253,11 +253,9 @@ def skipped_on_one_rank(code: Code) -> Iterator[Hit]:
     if not code.program.wraps:
         return
     yield from _stepped_alone(code)
-    for node in code.nodes:
-        if isinstance(node, ast.Break):
-            yield from _left(code, node)
-        if not isinstance(node, ast.If):
-            continue
+    for each in code.of(ast.Break):
+        yield from _left(code, each)
+    for node in code.of(ast.If):
         leaves = [each for each in node.body if isinstance(each, (ast.Continue, ast.Break))]
         loop = next(iter(code.loops(node)), None) if leaves else None
         if loop is None or _joins(code, node) or _is_reduced(code, loop, node):
@@ -435,8 +433,8 @@ def swallowed_exception(code: Code) -> Iterator[Hit]:
     """
     if not code.program.wraps:
         return
-    for node in code.nodes:
-        if not isinstance(node, ast.Try) or not code.loops(node):
+    for node in code.of(ast.Try):
+        if not code.loops(node):
             continue
         inside = [one for part in node.body for one in ast.walk(part)]
         if not calls_in(node.body, "backward") or any(isinstance(one, LOOPS) for one in inside):
@@ -493,7 +491,7 @@ def name_of_some_ranks(code: Code) -> Iterator[Hit]:
         mentions the rank or the name itself.
     """
     yield from _none_elsewhere(code)
-    for scope in (each for each in code.nodes if isinstance(each, (*FUNCTIONS, ast.Module))):
+    for scope in code.of(*FUNCTIONS, ast.Module):
         stored: dict[str, list[ast.Name]] = {}
         for each in code.within(scope):
             if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load):
@@ -527,7 +525,7 @@ def _only_condition(code: Code, targets: list[ast.Name]) -> ast.If | None:
 
 def _none_elsewhere(code: Code) -> Iterator[Hit]:
     """Yield uses of a name that is None on some ranks."""
-    for node in code.nodes:
+    for node in code.of(ast.Assign, ast.If):
         value, targets = _chosen(node)
         if value is None or not code.discerns(value.test):
             continue

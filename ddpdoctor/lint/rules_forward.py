@@ -27,9 +27,11 @@ _QUIET = frozenset((
 @rule("DDP301", Severity.ERROR)
 def forward_around_ddp(code: Code) -> Iterator[Hit]:
     """Find training forwards that do not go through the wrapper."""
+    if not code.program.wraps:
+        return
     if _averages_by_hand(code) or code.program.uses("PeriodicModelAverager"):
         return
-    for function in [each for each in code.nodes if isinstance(each, (*FUNCTIONS, ast.Module))]:
+    for function in code.of(*FUNCTIONS, ast.Module):
         for loss in code.called(function, "backward"):
             block: ast.AST = next(iter(code.loops(loss)), function)
             calls = [each for each in code.within(block) if isinstance(each, ast.Call)]
@@ -170,14 +172,13 @@ def _goes_through(code: Code, call: ast.Call) -> bool:
 def _averages_by_hand(code: Code) -> bool:
     """Return whether the ranks average gradients or parameters themselves."""
     return any(
-        isinstance(node, ast.For)
-        and over_parameters(node)
+        over_parameters(node)
         and any(
             each.is_dist(one, "all_reduce", "reduce", "broadcast", "all_gather")
             for one in each.within(node)
         )
         for each in code.program.codes
-        for node in each.nodes
+        for node in each.of(ast.For)
     )
 
 
@@ -307,6 +308,6 @@ def _is_given_another(code: Code, name: str) -> bool:
     """Return whether an attribute of an object is set from outside: ``self.loss.model = ...``."""
     return any(
         isinstance(target, ast.Attribute) and last_name(target.value) == name
-        for each in code.nodes
+        for each in code.of(ast.Assign, ast.AnnAssign, ast.AugAssign)
         for target in targets_of(each)
     )

@@ -93,8 +93,8 @@ def hardcoded_rendezvous(code: Code) -> Iterator[Hit]:
         Defaults (``setdefault``, ``os.environ.get``).
     """
     told: set[ast.AST | None] = set()
-    for node in code.nodes:
-        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Constant):
+    for node in code.of(ast.Assign):
+        if not isinstance(node.value, ast.Constant):
             continue
         name = variable(code, node.targets[0])
         if name not in ("MASTER_PORT", "MASTER_ADDR"):
@@ -247,7 +247,7 @@ def _device_is_set_outside(code: Code, function: ast.FunctionDef | ast.AsyncFunc
     inside = {id(each) for each in code.within(function)}
     callers = code.program.callers(code, function)
     for each in code.program.codes:
-        for node in each.nodes:
+        for node in each.of(ast.Subscript, ast.Call):
             sets = variable(each, node) == "CUDA_VISIBLE_DEVICES" or (
                 isinstance(node, ast.Call)
                 and last_name(node.func) in ("set_device", "set_device_index")
@@ -353,9 +353,8 @@ def _is_filled(code: Code) -> bool:
     return any(
         variable(each, node) in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
         for each in code.program.codes
-        for node in each.nodes
-        if isinstance(node, ast.Call)
-        or (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load))
+        for node in each.of(ast.Call, ast.Subscript)
+        if isinstance(node, ast.Call) or isinstance(node.ctx, ast.Load)
     )
 
 
@@ -383,7 +382,7 @@ def rank_not_int(code: Code) -> Iterator[Hit]:
     When it stays silent
         Where the variable is only printed.
     """
-    for node in code.nodes:
+    for node in code.of(ast.Compare, ast.Call, ast.BinOp):
         tested = _used_as_number(node)
         made = [each.node for each in code.origins(tested)] if tested is not None else []
         names = {variable(code, each) for each in made}
@@ -442,13 +441,12 @@ def nccl_without_cuda(code: Code) -> Iterator[Hit]:
         If a condition decides on the backend, or the process group is optional.
     """
     fallback = any(
-        isinstance(node, ast.IfExp)
-        and isinstance(node.test, ast.Call)
+        isinstance(node.test, ast.Call)
         and last_name(node.test.func) == "is_available"
         and any(
             isinstance(one, ast.Constant) and one.value == "cpu" for one in ast.walk(node.orelse)
         )
-        for node in code.nodes
+        for node in code.of(ast.IfExp)
     )
     for call in code.calls_by_name.get("init_process_group", ()) if fallback else ():
         backend = keyword(call, "backend", 0)
@@ -686,8 +684,8 @@ def unknown_function(code: Code) -> Iterator[Hit]:
     When it stays silent
         Names that resemble no known name.
     """
-    for node in code.nodes:
-        if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
+    for node in code.of(ast.Attribute):
+        if not isinstance(node.ctx, ast.Load):
             continue
         if code.dotted(node.value) != "torch.distributed" or node.attr in DISTRIBUTED:
             continue
@@ -725,11 +723,8 @@ def late_visible_devices(code: Code) -> Iterator[Hit]:
     When it stays silent
         Assignments above the first use.
     """
-    for node in code.nodes:
-        if (
-            not isinstance(node, ast.Assign)
-            or variable(code, node.targets[0]) != "CUDA_VISIBLE_DEVICES"
-        ):
+    for node in code.of(ast.Assign):
+        if variable(code, node.targets[0]) != "CUDA_VISIBLE_DEVICES":
             continue
         function = code.function(node)
         if code.loops(node):
@@ -759,8 +754,8 @@ _LAUNCH = re.compile(r"python\d? -m torch\.distributed\.launch\b|torch/distribut
 @rule("DDP208", Severity.INFO, moot=frozenset())
 def deprecated_launcher(code: Code) -> Iterator[Hit]:
     """Find the deprecated launcher in commands that the program runs."""
-    for node in code.nodes:
-        if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+    for node in code.of(ast.Constant):
+        if not isinstance(node.value, str):
             continue
         documents = isinstance(code.parents.get(node), ast.Expr)
         if not documents and _LAUNCH.search(node.value):

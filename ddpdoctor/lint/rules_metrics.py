@@ -50,9 +50,8 @@ def _evaluations(program: Program) -> list[tuple[Code, ast.For]]:
         lambda: [
             (code, node)
             for code in program.codes
-            for node in code.nodes
-            if isinstance(node, ast.For)
-            and _evaluates_shard(code, node)
+            for node in code.of(ast.For)
+            if _evaluates_shard(code, node)
             and not any(
                 isinstance(each, ast.Call) and _reduces(code, each, known=True)
                 for each in code.within(node)
@@ -192,7 +191,7 @@ def padded_evaluation(code: Code) -> Iterator[Hit]:
     """Find evaluations whose samplers repeat samples, and whose metrics are reduced."""
     if not code.program.uses(*_COMBINED) or code.program.uses("gather_for_metrics"):
         return
-    for loop in (node for node in code.nodes if isinstance(node, ast.For)):
+    for loop in code.of(ast.For):
         if not _evaluates_shard(code, loop):
             continue
         for loader in code.origins(loop.iter):

@@ -158,8 +158,8 @@ def accumulates_without_no_sync(code: Code) -> Iterator[Hit]:
 @rule("DDP308", Severity.WARNING)
 def no_sync_scope(code: Code) -> Iterator[Hit]:
     """Find ``no_sync`` around the backward only."""
-    for node in code.nodes:
-        if not isinstance(node, ast.With) or len(node.items) != 1:
+    for node in code.of(ast.With):
+        if len(node.items) != 1:
             continue
         context = node.items[0].context_expr
         made = [context, *(each.node for each in code.origins(context))]
@@ -344,7 +344,7 @@ def zero_grad_missing(code: Code) -> Iterator[Hit]:
     if any(
         last_name(target) == "grad"
         for each in program.codes
-        for node in each.nodes
+        for node in each.of(ast.Assign, ast.AnnAssign, ast.AugAssign)
         for target in targets_of(node)
     ):
         return
@@ -818,6 +818,8 @@ def deprecated_argument(code: Code) -> Iterator[Hit]:
 @rule("DDP962", Severity.ERROR)
 def wrapper_attribute(code: Code) -> Iterator[Hit]:
     """Find attributes of the model that are read from its wrapper."""
+    if not code.wraps:
+        return
     for name, loads in code.loads.items():
         if name in WRAPPER or name.startswith("_"):
             continue
@@ -881,7 +883,7 @@ def _is_set_on_wrapper(code: Code, load: ast.Attribute, wrap: ast.Call) -> bool:
     stores = (
         target
         for each in code.program.codes
-        for node in each.nodes
+        for node in each.of(ast.Assign, ast.AnnAssign, ast.AugAssign)
         for target in targets_of(node)
         if isinstance(target, ast.Attribute)
         and target.attr == load.attr

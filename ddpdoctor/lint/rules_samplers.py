@@ -173,7 +173,7 @@ def _divides_by_hand(code: Code) -> bool:
             *each.loads,
         }:
             return True
-        for node in each.nodes:
+        for node in each.of(ast.Subscript, ast.Call, ast.BinOp):
             if isinstance(node, ast.Subscript) and mentions_rank(each, node.slice):
                 if not isinstance(node.ctx, ast.Load) or last_name(node.value) != "environ":
                     return True
@@ -244,7 +244,7 @@ def missing_set_epoch(code: Code) -> Iterator[Hit]:
 
 def _feeds_epochs(code: Code, sampler: ast.Call) -> Iterator[ast.AST]:
     """Yield where a file trains for several epochs over a loader with a sampler."""
-    for node in code.nodes:
+    for node in code.of(ast.For, ast.AsyncFor, ast.Call):
         if isinstance(node, (ast.For, ast.AsyncFor)):
             if _is_over(code, node.iter, sampler) and repeats(code, node):
                 yields = any(isinstance(each, ast.Yield) for each in code.within(node))
@@ -275,7 +275,7 @@ def _has_epoch(code: Code, sampler: ast.Call, place: ast.AST) -> bool:
         if any(_tells(each, call, sampler) and not exclusive(each, call, place) for call in calls):
             return True
         named = "set_epoch" in each.loads or any(
-            isinstance(node, ast.Constant) and node.value == "set_epoch" for node in each.nodes
+            node.value == "set_epoch" for node in each.of(ast.Constant)
         )
         if named and not calls:
             # The method is passed on, or found by `getattr`.
@@ -375,9 +375,7 @@ def _is_constant(code: Code, node: ast.expr) -> bool:
         return True
     if not isinstance(node, ast.Name):
         return False
-    changes = any(
-        isinstance(each, ast.AugAssign) and last_name(each.target) == node.id for each in code.nodes
-    )
+    changes = any(last_name(each.target) == node.id for each in code.of(ast.AugAssign))
     made = [item.value for _, item in code.values(node)]
     return not changes and len(made) == 1 and isinstance(made[0], ast.Constant)
 
