@@ -8,7 +8,6 @@ returns of functions, within one file and through imports of other files.
 from __future__ import annotations
 
 import ast
-import functools
 import itertools
 import os
 from collections import defaultdict
@@ -32,7 +31,6 @@ from ddpdoctor.lint.files import SourceFile
 from ddpdoctor.lint.flow import reaching
 
 T = TypeVar("T")
-N = TypeVar("N", bound=ast.AST)
 _FUNCTIONS = (*FUNCTIONS, ast.Lambda)
 _NESTED = (*_FUNCTIONS, ast.ClassDef)
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
@@ -72,18 +70,25 @@ _PLAIN_FIELDS = frozenset(
 """Fields without children. Operators and contexts are nodes that all trees share."""
 
 
-@functools.cache
-def _fields_of(kind: type[ast.AST]) -> tuple[str, ...]:
-    """Return the fields of a type of node that may hold children."""
-    if issubclass(kind, ast.Constant):
-        return ()
-    return tuple(each for each in kind._fields if each not in _PLAIN_FIELDS)
+_FIELDS = {
+    kind: tuple(each for each in kind._fields if each not in _PLAIN_FIELDS)
+    for kind in vars(ast).values()
+    if isinstance(kind, type) and issubclass(kind, ast.AST)
+} | {ast.Constant: ()}
+"""The fields of each type of node that may hold children."""
+
+
+def _is_scope_of(node: ast.AST, child: ast.AST) -> bool:
+    """Return whether the names of a child are those of a function, class or module around it."""
+    if isinstance(node, FUNCTIONS):
+        return child not in node.decorator_list and child is not node.returns
+    return isinstance(node, (ast.Lambda, ast.ClassDef, ast.Module))
 
 
 def _parts(node: ast.AST) -> list[ast.AST]:
     """Return the children of a node, except operators, contexts, and code that never runs."""
     parts: list[ast.AST] = []
-    fields = _fields_of(type(node))
+    fields = _FIELDS[type(node)]
     if isinstance(node, ast.If) and isinstance(node.test, ast.Constant) and not node.test.value:
         fields = ("test", "orelse")
     for name in fields:
@@ -135,6 +140,7 @@ class Code:
     calls_by_name: dict[str, list[ast.Call]] = field(default_factory=dict)
     loads: dict[str, list[ast.Name | ast.Attribute]] = field(default_factory=dict)
     guards: dict[ast.AST, list[tuple[ast.AST, bool]]] = field(default_factory=dict, repr=False)
+    _scopes: dict[ast.AST, ast.AST] = field(default_factory=dict, repr=False)
     _by_type: dict[type, list[Any]] = field(default_factory=lambda: defaultdict(list), repr=False)
     _children: dict[ast.AST, list[ast.AST]] = field(default_factory=dict, repr=False)
     _inside: dict[ast.AST, list[ast.AST]] = field(default_factory=dict, repr=False)
@@ -148,8 +154,10 @@ class Code:
         # The list grows during the loop: children are appended to it.
         for node in self.nodes:
             children = self._children[node] = _parts(node)
+            outer = self._scopes.get(node, self.tree)
             for child in children:
                 self.parents[child] = node
+                self._scopes[child] = node if _is_scope_of(node, child) else outer
             self.nodes += children
         for node in self.nodes:
             self._by_type[type(node)].append(node)
@@ -214,7 +222,7 @@ class Code:
                 else:
                     self._bind(each, value, node, at, is_item)
 
-    def of(self, *types: type[N]) -> list[N]:
+    def of(self, *types: type[ast.AST]) -> list[Any]:
         """Return the file's nodes of some types."""
         return [each for one in types for each in self._by_type.get(one, ())]
 
@@ -229,17 +237,7 @@ class Code:
 
     def scope(self, node: ast.AST) -> ast.AST:
         """Return the innermost function, class or module around a node."""
-        inner = node
-        for each in self.above(node):
-            if isinstance(each, _FUNCTIONS):
-                # Decorators and defaults belong to the scope around.
-                body = each.body if isinstance(each.body, list) else [each.body]
-                if inner in body or isinstance(inner, ast.arguments):
-                    return each
-            elif isinstance(each, (ast.ClassDef, ast.Module)):
-                return each
-            inner = each
-        return self.tree
+        return self._scopes.get(node, self.tree)
 
     def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
         """Return the function around a node. None at module level."""
