@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import sys
 from collections import defaultdict
@@ -100,6 +101,9 @@ def check(files: Sequence[SourceFile], faults: Faults | None = None) -> list[Pro
     for program in programs(files):
         limit = MAX_ROUNDS if any(each.is_parallel for each in program.codes) else 1
         codes = [code for code in program.codes if rounds[code] < limit]
+        script = program.codes[0]
+        if len(program.codes) > 1 and _is_aside(script):
+            codes = [code for code in codes if code is not script]
         found += _of_program(program, codes, seen, failed)
         for code in codes:
             rounds[code] += 1
@@ -110,6 +114,15 @@ def check(files: Sequence[SourceFile], faults: Faults | None = None) -> list[Pro
     return sorted(
         found, key=lambda each: (order[each.path], each.cell, each.line, each.column, each.code)
     )
+
+
+_TRAINS = re.compile(r"train|main|run|tune|ddp|dist|__init__", re.IGNORECASE)
+
+
+def _is_aside(script: Code) -> bool:
+    """Return whether a script is a tool of one process beside a package that trains."""
+    name = os.path.basename(script.file.path)
+    return not (script.only_defines or script.is_parallel or _TRAINS.search(name))
 
 
 def _complain(text: str) -> None:

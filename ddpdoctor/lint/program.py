@@ -721,7 +721,8 @@ class Modules:
         if key not in self._found:
             others = self._named.get(key[1], [])
             here = _folders(os.path.dirname(code.file.path))
-            near = [_shared(here, _folders(each.file.path)) for each in others]
+            paths = [_folders(each.file.path) for each in others]
+            near = [(_shared(here, each), -len(each)) for each in paths]
             best = [each for each, at in zip(others, near, strict=True) if at == max(near)]
             self._found[key] = best[0] if len(best) == 1 and best[0] is not code else None
         return self._found[key]

@@ -28,6 +28,9 @@ def collective_under_guard(code: Code) -> Iterator[Hit]:
     for call in code.calls:
         held = guards(code, call) if code.program.may_run(call, COLLECTIVES) else []
         names = _collectives_of(code, call) if held and not _in_group(call) else []
+        if names == ["init_process_group"] and keyword(call, "world_size", 3) is not None:
+            # The group may be one of these ranks alone.
+            continue
         if not names:
             continue
         condition, wanted = held[0]
@@ -71,9 +74,14 @@ def _is_matched(
 ) -> bool:
     """Return whether the other ranks run the same collective under the opposite condition."""
     function = code.function(call)
+    block = getattr(code.parents[code.statement(call)], "body", None)
+    leaves = isinstance(block, list) and isinstance(block[-1], (ast.Continue, ast.Return))
     for each in code.within(function or code.tree):
         if not isinstance(each, ast.Call) or each is call:
             continue
+        if leaves and each.lineno > call.lineno and last_name(each.func) in names:
+            # The other ranks go on to it.
+            return True
         if not code.program.may_run(each, COLLECTIVES):
             continue
         held = guards(code, each)

@@ -323,7 +323,7 @@ def local_rank_option(code: Code) -> Iterator[Hit]:
             load
             for each in program.codes
             for load in each.loads.get("local_rank", ())
-            if isinstance(load, ast.Attribute)
+            if isinstance(load, ast.Attribute) and "env" not in last_name(load.value)
         ]
         if used or must:
             yield Hit(
