@@ -676,12 +676,7 @@ def programs(files: Iterable[SourceFile]) -> Iterator[Program]:
     """
     codes = [Code(each, each.tree) for each in files if each.tree is not None]
     everything = Program(codes, Modules(codes))
-    imports = {code: everything.imported_by(code) for code in codes}
-    known = {other for several in imports.values() for other in several}
-    loose = [each for each in codes if each not in known and each.only_defines]
-    for code in codes:
-        if "import_module" in code.loads:
-            imports[code] += [each for each in loose if each is not code]
+    imports = _imports(everything)
     imported = {other for code in codes for other in imports[code] if other is not code}
     met: set[Code] = set()
     plain: list[list[Code]] = []
@@ -700,6 +695,17 @@ def programs(files: Iterable[SourceFile]) -> Iterator[Program]:
             plain.append(list(members))
     for several in plain:
         yield everything.part(several)
+
+
+def _imports(everything: Program) -> dict[Code, list[Code]]:
+    """Return the files that each file imports. ``import_module`` may import all that remain."""
+    imports = {code: everything.imported_by(code) for code in everything.codes}
+    known = {other for several in imports.values() for other in several}
+    loose = [each for each in everything.codes if each not in known and each.only_defines]
+    for code, several in imports.items():
+        if "import_module" in code.loads:
+            several += [each for each in loose if each is not code]
+    return imports
 
 
 class Modules:
@@ -816,20 +822,9 @@ class Program:
         if isinstance(value, ast.Name) and value.id in code.imports:
             other = self._modules.find(code, code.imports[value.id])
             return [(other, each) for each in other.functions.get(name, ())] if other else []
-        if last_name(value) == "self" or (
-            isinstance(value, ast.Call) and last_name(value.func) == "super"
-        ):
-            owner = code.owner(call)
-            families = self.family(code, owner) if owner is not None else []
-            if isinstance(value, ast.Call):
-                families = families[1:]
-            for other, one in families:
-                methods = [
-                    each for each in other.functions.get(name, ()) if other.parents[each] is one
-                ]
-                if methods:
-                    return [(other, each) for each in methods]
-            return []
+        is_super = isinstance(value, ast.Call) and last_name(value.func) == "super"
+        if last_name(value) == "self" or is_super:
+            return self._methods(code, call, name, is_super)
         # A method with a name that only one class of the program has.
         methods_of_all = [
             (each, one)
@@ -838,6 +833,18 @@ class Program:
             if each.is_method(one)
         ]
         return methods_of_all if len(methods_of_all) == 1 and name not in _COMMON_METHODS else []
+
+    def _methods(
+        self, code: Code, call: ast.Call, name: str, is_super: bool
+    ) -> list[tuple[Code, ast.FunctionDef | ast.AsyncFunctionDef]]:
+        """Return the methods of a name in the class around a call, or in the nearest base."""
+        owner = code.owner(call)
+        classes = self.family(code, owner) if owner is not None else []
+        for other, one in classes[int(is_super) :]:
+            found = [each for each in other.functions.get(name, ()) if other.parents[each] is one]
+            if found:
+                return [(other, each) for each in found]
+        return []
 
     def functions(
         self, code: Code, name: str

@@ -168,8 +168,6 @@ def load_before_barrier(code: Code) -> Iterator[Hit]:
     When it stays silent
         If the two calls write the path differently.
     """
-    if not code.program.wraps:
-        return
     saves = [
         each
         for each in code.calls_by_name.get("save", ())
@@ -180,18 +178,14 @@ def load_before_barrier(code: Code) -> Iterator[Hit]:
         for each in code.calls_by_name.get("load", ())
         if code.dotted(each.func) == "torch.load" and each.args and not guards(code, each)
     ]
-    for load in loads:
+    for load in loads if code.program.wraps else ():
         for save in saves:
             same = ast.dump(save.args[1]) == ast.dump(load.args[0])
             function = code.function(load)
             if not same or function is not code.function(save) or load.lineno < save.lineno:
                 continue
-            between = (
-                each
-                for each in code.within(function or code.tree)
-                if isinstance(each, ast.Call) and save.lineno < each.lineno < load.lineno
-            )
-            if not any(last_name(each.func) in _WAITS for each in between):
+            waits = (each for name in _WAITS for each in code.called(function or code.tree, name))
+            if not any(save.lineno < each.lineno < load.lineno for each in waits):
                 yield Hit(
                     load,
                     "every rank loads the file that one rank writes above, without waiting for it",

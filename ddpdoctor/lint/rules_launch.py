@@ -92,7 +92,7 @@ def hardcoded_rendezvous(code: Code) -> Iterator[Hit]:
     When it stays silent
         Defaults (``setdefault``, ``os.environ.get``).
     """
-    told: set[ast.AST | None] = set()
+    seen: set[ast.AST | None] = set()
     for node in code.of(ast.Assign):
         if not isinstance(node.value, ast.Constant):
             continue
@@ -107,8 +107,8 @@ def hardcoded_rendezvous(code: Code) -> Iterator[Hit]:
                 node, f"there is no port {value}: the greatest is 65535",
                 "Use a port below 65536, or let torchrun choose.", Severity.ERROR,
             )  # fmt: skip
-        elif code.function(node) not in told:
-            told.add(code.function(node))
+        elif code.function(node) not in seen:
+            seen.add(code.function(node))
             yield _fixed(node)
     for call in code.calls_by_name.get("init_process_group", ()):
         address = keyword(call, "init_method", 1)
@@ -302,22 +302,17 @@ def wrong_device_ids(code: Code) -> Iterator[Hit]:
 def local_rank_option(code: Code) -> Iterator[Hit]:
     """Find options for the local rank that current launchers do not pass."""
     program = code.program
-    if program.uses("spawn", "deepspeed") or not program.uses(
-        "init_process_group", "DistributedDataParallel", "DistributedSampler"
-    ):
+    parallel = program.uses("init_process_group", "DistributedDataParallel", "DistributedSampler")
+    if not parallel or program.uses("spawn", "deepspeed"):
         return
     for call in code.calls_by_name.get("add_argument", ()):
         names = [each.value for each in call.args if isinstance(each, ast.Constant)]
         if "--local_rank" not in names or "--local-rank" in names:
             continue
-        default = keyword(call, "default")
-        if default is not None and any(variable(code, one) for one in ast.walk(default)):
-            continue
-        required = keyword(call, "required")
-        must = isinstance(required, ast.Constant) and required.value is True
+        must = _is_true(keyword(call, "required"))
         if not must and (_is_filled(code) or program.uses("parse_known_args")):
             continue
-        if _is_spare(code, call) or under(code, call, "version"):
+        if _has_default(code, call) or _is_spare(code, call) or under(code, call, "version"):
             continue
         used = [
             load
@@ -333,6 +328,16 @@ def local_rank_option(code: Code) -> Iterator[Hit]:
                 'Use parser.add_argument("--local-rank", "--local_rank", type=int, '
                 'default=int(os.environ.get("LOCAL_RANK", 0))).',
             )
+
+
+def _is_true(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def _has_default(code: Code, option: ast.Call) -> bool:
+    """Return whether an option takes its default from the environment."""
+    default = keyword(option, "default")
+    return default is not None and any(variable(code, one) for one in ast.walk(default))
 
 
 def _is_spare(code: Code, option: ast.Call) -> bool:
@@ -417,29 +422,9 @@ def _asks(use: ast.AST, read: ast.expr) -> bool:
     return default in [ast.dump(each) for each in (use.left, *use.comparators)]
 
 
-@rule("DDP209", Severity.INFO, "nccl-without-cuda")
+@rule("DDP209", Severity.INFO)
 def nccl_without_cuda(code: Code) -> Iterator[Hit]:
-    """The backend is always NCCL, although the program can run without a GPU.
-
-    What it finds
-        ``init_process_group("nccl")`` without a condition, in a file that falls back to the CPU.
-
-    Why it is bad
-        Without a GPU the start fails, and the fallback is never used.
-
-    How to fix it
-        Choose the backend as the device is chosen.
-
-    Example
-        Wrong:
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-            dist.init_process_group("nccl")
-        Right:
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-
-    When it stays silent
-        If a condition decides on the backend, or the process group is optional.
-    """
+    """Find NCCL in programs that fall back to the CPU."""
     fallback = any(
         isinstance(node.test, ast.Call)
         and last_name(node.test.func) == "is_available"

@@ -191,28 +191,9 @@ def no_sync_scope(code: Code) -> Iterator[Hit]:
             )
 
 
-@rule("DDP309", Severity.INFO, "batch-norm-of-one-rank")
+@rule("DDP309", Severity.INFO)
 def unsynchronized_batch_norm(code: Code) -> Iterator[Hit]:
-    """BatchNorm layers see the batch of their own rank only.
-
-    What it finds
-        DDP around a model with BatchNorm layers, and no ``convert_sync_batchnorm``.
-
-    Why it is bad
-        With a few samples for each rank, mean and variance are noisy.
-
-    How to fix it
-        Convert the model before it is wrapped, if the batch of a rank is small.
-
-    Example
-        Wrong:
-            model = DDP(resnet50())
-        Right:
-            model = DDP(nn.SyncBatchNorm.convert_sync_batchnorm(resnet50()))
-
-    When it stays silent
-        Models of other packages, and frozen layers.
-    """
+    """Find BatchNorm layers that see the batch of their own rank only."""
     program = code.program
     if program.uses("SyncBatchNorm", "convert_sync_batchnorm", "FrozenBatchNorm2d"):
         return
@@ -744,29 +725,9 @@ def sum_of_losses(code: Code) -> Iterator[Hit]:
             )  # fmt: skip
 
 
-@rule("DDP323", Severity.WARNING, "reentrant-checkpoint")
+@rule("DDP323", Severity.WARNING)
 def reentrant_checkpoint(code: Code) -> Iterator[Hit]:
-    """Reentrant checkpointing with ``find_unused_parameters=True``.
-
-    What it finds
-        ``checkpoint(..., use_reentrant=True)`` with a DDP that searches for unused parameters.
-
-    Why it is bad
-        DDP searches the graph before the recomputation builds it, and marks parameters as ready
-        twice: the backward raises an error.
-
-    How to fix it
-        Pass ``use_reentrant=False``.
-
-    Example
-        Wrong:
-            checkpoint(self.layer, x, use_reentrant=True)
-        Right:
-            checkpoint(self.layer, x, use_reentrant=False)
-
-    When it stays silent
-        Without ``find_unused_parameters=True``.
-    """
+    """Find reentrant checkpoints with a DDP that searches for unused parameters."""
     finds = any(
         isinstance(value := keyword(wrap, "find_unused_parameters"), ast.Constant) and value.value
         for each in code.program.codes
