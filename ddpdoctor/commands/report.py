@@ -26,6 +26,7 @@ from ddpdoctor.core.options import (
     seconds,
     text,
 )
+from ddpdoctor.lint import job
 from ddpdoctor.render import console, json_lines, reporter, terminal
 from ddpdoctor.render.reporter import job_script, line_format
 from ddpdoctor.run import rundir
@@ -194,6 +195,10 @@ def _report_run(given: Given) -> list[Finding]:
         run, RULES.values(), failed=lambda rule, error: failed.append((rule.code, error))
     )
     every = faults.guarded("the findings of the live run", with_kept, found, run) or found
+    in_code = faults.guarded(
+        "the check of the job's code", job.of_run, job_script(run), run.started_at, faults
+    )
+    every = job.placed(every, in_code or ())
     found = Selection.given(given).of(every)
     faults.failed(failed)
     files = _write_files(given, run, found, live, remark, faults)

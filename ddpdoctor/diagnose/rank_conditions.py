@@ -29,7 +29,7 @@ _CONDITION = re.compile(
 )
 _NUMBER = re.compile(r"rank|process_index|procid", re.IGNORECASE)
 OTHER_RANK = re.compile(
-    r"(lora|low|full|matrix|max|min|tensor|num|page)_?rank|ranking|ranked|ranker|rank_?(loss|ratio)",
+    r"(lora|low|full|matrix|max|min|tensor|num|page|all)_?rank|ranking|ranked|ranker|rank_?(loss|ratio)",
     re.IGNORECASE,
 )
 """Ranks of matrices and of search results."""

@@ -8,6 +8,7 @@ from ddpdoctor.lint import (  # noqa: F401
     rules_data,
     rules_forward,
     rules_launch,
+    rules_metrics,
     rules_model,
     rules_samplers,
 )

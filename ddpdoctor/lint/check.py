@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,12 @@ from ddpdoctor.lint.rules import LINT_RULES, Hit, LintRule
 
 UNREADABLE = "DDP016"
 """The code of a file that cannot be read or parsed, as in ``ddpdoctor check``."""
+
+_ASIDE = (".LightningDataModule", ".seed_everything")
+"""Parts of frameworks that do nothing for the loop of a program."""
+
+MAX_ROUNDS = 8
+"""How often a file is checked that several scripts import."""
 
 _NOQA = re.compile(
     r"#\s*noqa(?::\s*(?P<codes>[A-Z]+[0-9]*(?:[\s,]+[A-Z]+[0-9]*)*))?", re.IGNORECASE
@@ -88,8 +96,17 @@ def check(files: Sequence[SourceFile], faults: Faults | None = None) -> list[Pro
     """
     found = [_unreadable(each) for each in files if each.error is not None]
     failed: list[tuple[str, Exception]] = []
+    rounds: dict[Code, int] = defaultdict(int)
+    seen: set[tuple[str, ast.AST]] = set()
     for program in programs(files):
-        found += _of_program(program, failed)
+        limit = MAX_ROUNDS if any(each.is_parallel for each in program.codes) else 1
+        codes = [code for code in program.codes if rounds[code] < limit]
+        script = program.codes[0]
+        if len(program.codes) > 1 and _is_aside(script):
+            codes = [code for code in codes if code is not script]
+        found += _of_program(program, codes, seen, failed)
+        for code in codes:
+            rounds[code] += 1
     (faults or Faults(_complain, REST)).failed(failed)
     for each in files:
         found += _of_launch(each) if each.launch else ()
@@ -97,6 +114,15 @@ def check(files: Sequence[SourceFile], faults: Faults | None = None) -> list[Pro
     return sorted(
         found, key=lambda each: (order[each.path], each.cell, each.line, each.column, each.code)
     )
+
+
+_TRAINS = re.compile(r"train|main|run|tune|ddp|dist|__init__", re.IGNORECASE)
+
+
+def _is_aside(script: Code) -> bool:
+    """Return whether a script is a tool of one process beside a package that trains."""
+    name = os.path.basename(script.file.path)
+    return not (script.only_defines or script.is_parallel or _TRAINS.search(name))
 
 
 def _complain(text: str) -> None:
@@ -125,19 +151,37 @@ def _of_launch(file: SourceFile) -> Iterator[Problem]:
             )  # fmt: skip
 
 
-def _of_program(program: Program, failed: list[tuple[str, Exception]]) -> Iterator[Problem]:
-    """Apply the rules to a program. Add what fails, and why, to ``failed``."""
-    full = {name.lstrip(".") for code in program.codes for name in code.imports.values()}
-    if not any(name.startswith("torch") for name in full):
+def _of_program(
+    program: Program,
+    codes: Sequence[Code],
+    seen: set[tuple[str, ast.AST]],
+    failed: list[tuple[str, Exception]],
+) -> Iterator[Problem]:
+    """Apply the rules to some files of a program.
+
+    Args:
+        program: The program.
+        codes: The files.
+        seen: Codes and nodes that were reported. New ones are added.
+        failed: Gets the rules that fail, and why.
+    """
+    if not any(
+        name.startswith("torch") for code in program.codes for name in code.imports.values()
+    ):
         return
-    imported = {".".join(name.split(".")[:count]) for name in full for count in (1, 2)}
+    used = [
+        name.lstrip(".")
+        for code in program.codes
+        for name in code.imports.values()
+        if not name.endswith(_ASIDE)
+    ]
+    imported = {".".join(name.split(".")[:count]) for name in used for count in (1, 2)}
     rules = [each for each in LINT_RULES.values() if not each.moot & imported]
-    for code in program.codes:
-        seen = set[tuple[str, int]]()
+    for code in codes:
         for rule in rules:
             try:
                 problems = [
-                    (id(hit.node), _problem(code, rule, hit))
+                    (hit.node, _problem(code, rule, hit))
                     for hit in rule.find(code)
                     if not _is_silenced(code, hit.node, rule.code)
                 ]

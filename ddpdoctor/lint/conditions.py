@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ddpdoctor.diagnose.rank_conditions import by_rank_alone, runs_on_one_rank
 from ddpdoctor.diagnose.source_files import FUNCTIONS, last_name
-from ddpdoctor.lint.calls import calls_in
+from ddpdoctor.lint.calls import argument_of, calls_in, has_unpacked, parameters_of
 from ddpdoctor.lint.program import Code
 
 _COMPARISONS = frozenset(("main", "master", "chief", "primary", "verbose", "gpu", "device", "root"))
@@ -19,9 +19,16 @@ def guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:
     Each comes with whether the node runs if the condition is true. Conditions above the node that
     leave its block count as well.
     """
-    found: list[tuple[ast.AST, bool]] = []
     if not code.rank_conditions:
-        return found
+        return []
+    known = code.guards.get(node)
+    if known is None:
+        known = code.guards[node] = _guards(code, node)
+    return known
+
+
+def _guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:
+    found: list[tuple[ast.AST, bool]] = []
     inner = node
     for each in code.above(node):
         if isinstance(each, (ast.If, ast.IfExp)) and inner is not each.test:
@@ -91,8 +98,29 @@ def is_guarded(code: Code, node: ast.AST, depth: int = 4) -> bool:
     function = code.function(node)
     if function is None or depth <= 0:
         return False
-    callers = code.program.callers(code, function)
+    needed = _needed(code, node) & parameters_of(function)
+    callers = [
+        (each, call)
+        for each, call in code.program.callers(code, function)
+        if has_unpacked(call)
+        or all(argument_of(call, function, name, code.is_method(function)) for name in needed)
+    ]
     return bool(callers) and all(is_guarded(each, call, depth - 1) for each, call in callers)
+
+
+def _needed(code: Code, node: ast.AST) -> set[str]:
+    """Return the names that have to be something else than None where a node runs."""
+    found = set()
+    inner = node
+    for each in code.above(node):
+        if isinstance(each, ast.If) and inner in each.body:
+            test = each.test
+            if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.IsNot):
+                test = test.left
+            if isinstance(test, ast.Name):
+                found.add(test.id)
+        inner = each
+    return found
 
 
 def _seems_guarded(code: Code, node: ast.AST) -> bool:

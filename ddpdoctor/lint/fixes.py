@@ -86,7 +86,7 @@ def _set_epoch(code: Code, hit: Hit) -> list[Edit]:
     if value is not hit.node and not code.is_torch(value, "DataLoader"):
         return []
     sampler = target.id if value is hit.node else f"{target.id}.sampler"
-    loop = next((each for each in code.nodes if _is_over_epochs(code, each, target)), None)
+    loop = next((each for each in code.of(ast.For) if _is_over_epochs(code, each, target)), None)
     if not isinstance(loop, ast.For) or not isinstance(loop.target, ast.Name):
         return []
     number = loop.target.id if loop.target.id != "_" else "epoch"
@@ -201,6 +201,15 @@ def _mapped(code: Code, hit: Hit) -> list[Edit]:
     return [edit] if edit is not None else []
 
 
+def _made_once(code: Code, hit: Hit) -> list[Edit]:
+    """Accept a folder that exists."""
+    call = hit.node
+    if not isinstance(call, ast.Call) or code.dotted(call.func) == "os.mkdir":
+        return []
+    edit = _with_argument(call, "exist_ok=True")
+    return [edit] if edit is not None else []
+
+
 def _guarded(code: Code, hit: Hit) -> list[Edit]:
     """Save on rank 0 alone."""
     statement = code.statement(hit.node)
@@ -227,6 +236,7 @@ FIXES: Mapping[str, Callable[[Code, Hit], list[Edit]]] = {
     "DDP207": _converted,
     "DDP501": _guarded,
     "DDP503": _mapped,
+    "DDP507": _made_once,
 }
 """The functions that fix problems, by code. They return no edits if a fix is not safe."""
 

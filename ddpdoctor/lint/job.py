@@ -29,8 +29,8 @@ def sources(script: str) -> list[str]:
     return found if left >= 0 else []
 
 
-def errors(script: str, faults: Faults | None = None) -> list[Finding]:
-    """Return the errors in a script. Empty for a script that does not parse.
+def problems(script: str, faults: Faults | None = None) -> list[Finding]:
+    """Return the warnings and errors in a script. Empty for a script that does not parse.
 
     Args:
         script: The file.
@@ -51,8 +51,40 @@ def errors(script: str, faults: Faults | None = None) -> list[Finding]:
             fix=each.fix,
         )
         for each in found
-        if each.severity is Severity.ERROR and each.code != UNREADABLE
+        if each.severity >= Severity.WARNING and each.code != UNREADABLE
     ]
+
+
+def errors(script: str) -> list[Finding]:
+    """Return the errors in a script."""
+    return [each for each in problems(script) if each.severity is Severity.ERROR]
+
+
+def placed(found: Sequence[Finding], in_code: Sequence[Finding]) -> list[Finding]:
+    """Add the lines of code with the same fault to the evidence of a run's findings."""
+    lines: dict[str, list[str]] = {}
+    for each in in_code:
+        lines.setdefault(each.code, []).append(place_of(each))
+    return [
+        replace(each, evidence=(*each.evidence, f"seen in the code: {', '.join(places[:3])}"))
+        if (places := lines.get(each.code)) and place_of(each) not in places
+        else each
+        for each in found
+    ]
+
+
+def of_run(script: str, since: int, faults: Faults) -> list[Finding]:
+    """Return the problems in a finished run's script, if its files did not change since then.
+
+    Args:
+        script: The file.
+        since: When the run began, in Unix nanoseconds.
+        faults: Reports rules that fail.
+    """
+    if not os.path.isfile(script):
+        return []
+    changed = any(os.stat(each).st_mtime_ns > since for each in sources(script))
+    return [] if changed else problems(script, faults)
 
 
 def script_of(words: Sequence[str]) -> str | None:
@@ -93,25 +125,19 @@ class SourceCheck:
 
         def look() -> list[Finding]:
             script = script_of(words)
-            return errors(script, faults) if script is not None else []
+            return problems(script, faults) if script is not None else []
 
         self._found = faults.guarded("the check of the job's code", look) or []
 
-    def news(self) -> list[Finding]:
-        """Return the errors once, when the check has finished."""
+    def news(self, timeout: float = 0.0) -> list[Finding]:
+        """Return the errors once, when the check has finished. Wait for it some seconds at most."""
+        if timeout:
+            self._thread.join(timeout)
         if self._reported or self._thread.is_alive():
             return []
         self._reported = True
-        return self._found
+        return [each for each in self._found if each.severity is Severity.ERROR]
 
     def placed(self, found: Sequence[Finding]) -> list[Finding]:
-        """Add the lines with the same code to the evidence of a run's findings."""
-        lines: dict[str, list[str]] = {}
-        for each in self._found if self._reported else ():
-            lines.setdefault(each.code, []).append(place_of(each))
-        return [
-            replace(each, evidence=(*each.evidence, f"seen in the code: {', '.join(places[:3])}"))
-            if (places := lines.get(each.code)) and place_of(each) not in places
-            else each
-            for each in found
-        ]
+        """Add the lines of code with the same fault to the evidence of a run's findings."""
+        return placed(found, self._found if self._reported else ())

@@ -6,7 +6,7 @@ import ast
 
 from ddpdoctor.diagnose.source_files import Loop, last_name
 from ddpdoctor.lint.conditions import without_gradients
-from ddpdoctor.lint.program import Code
+from ddpdoctor.lint.program import Code, Program
 
 
 def runs_backward(code: Code, loop: Loop) -> bool:
@@ -18,6 +18,19 @@ def runs_backward(code: Code, loop: Loop) -> bool:
             if other.called(function, "backward"):
                 return True
     return False
+
+
+def training_loops(program: Program) -> list[tuple[Code, ast.For | ast.AsyncFor]]:
+    """Return the loops of a program whose iterations run a backward."""
+    return program.once(
+        "training loops",
+        lambda: [
+            (code, node)
+            for code in program.codes
+            for node in code.of(ast.For, ast.AsyncFor)
+            if runs_backward(code, node)
+        ],
+    )
 
 
 def repeats(code: Code, node: ast.AST, depth: int = 4) -> bool:

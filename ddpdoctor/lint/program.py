@@ -8,22 +8,33 @@ returns of functions, within one file and through imports of other files.
 from __future__ import annotations
 
 import ast
+import itertools
 import os
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ddpdoctor.diagnose.rank_conditions import Words, discerns, runs_on_one_rank, words_of
 from ddpdoctor.diagnose.source_files import FUNCTIONS, LOOPS, Loop, last_name
 from ddpdoctor.lint.calls import argument_of, default_of, parameters_of, targets_of
 from ddpdoctor.lint.files import SourceFile
+from ddpdoctor.lint.flow import reaching
 
+T = TypeVar("T")
 _FUNCTIONS = (*FUNCTIONS, ast.Lambda)
 _NESTED = (*_FUNCTIONS, ast.ClassDef)
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """Environment variables of the launcher."""
+
+_PARALLEL = frozenset(
+    ("distributed", "DistributedDataParallel", "DistributedSampler", "init_process_group", "spawn")
+)
+"""Names that show that a file may belong to a job of several ranks."""
+
+_MODE = ("dist", "ddp", "parallel", "world", "rank", "multi", "single", "gpu", "initialized")
+"""Parts of words in conditions on whether a job has several ranks."""
 
 _DEPTH = 8
 """The longest chain of names that is followed."""
@@ -42,20 +53,42 @@ _COLLECTED = (
     *(ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.AsyncFor, ast.comprehension),
     ast.withitem,
 )
-_LEAVES = frozenset(("ctx", "op", "ops"))
-"""Fields whose nodes have no children. All trees share these nodes."""
+_PLAIN_FIELDS = frozenset(
+    (
+        *("ctx", "op", "ops", "id", "attr", "arg", "asname", "conversion", "is_async", "kind"),
+        *("level", "module", "simple", "type_comment", "type_ignores", "rest"),
+    )
+)
+"""Fields without children. Operators and contexts are nodes that all trees share."""
+
+
+_FIELDS = {
+    kind: tuple(each for each in kind._fields if each not in _PLAIN_FIELDS)
+    for kind in vars(ast).values()
+    if isinstance(kind, type) and issubclass(kind, ast.AST)
+} | {ast.Constant: ()}
+"""The fields of each type of node that may hold children."""
+
+
+def _is_scope_of(node: ast.AST, child: ast.AST) -> bool:
+    """Return whether the names of a child are those of a function, class or module around it."""
+    if isinstance(node, FUNCTIONS):
+        return child not in node.decorator_list and child is not node.returns
+    return isinstance(node, (ast.Lambda, ast.ClassDef, ast.Module))
 
 
 def _parts(node: ast.AST) -> list[ast.AST]:
-    """Return the children of a node, except operators and contexts."""
+    """Return the children of a node, except operators, contexts, and code that never runs."""
     parts: list[ast.AST] = []
-    for name in node._fields:
-        if name not in _LEAVES:
-            value = getattr(node, name, None)
-            if isinstance(value, list):
-                parts += [each for each in value if isinstance(each, ast.AST)]
-            elif isinstance(value, ast.AST):
-                parts.append(value)
+    fields = _FIELDS[type(node)]
+    if isinstance(node, ast.If) and isinstance(node.test, ast.Constant) and not node.test.value:
+        fields = ("test", "orelse")
+    for name in fields:
+        value = getattr(node, name, None)
+        if isinstance(value, list):
+            parts += [each for each in value if isinstance(each, ast.AST)]
+        elif isinstance(value, ast.AST):
+            parts.append(value)
     return parts
 
 
@@ -82,7 +115,7 @@ class Item(NamedTuple):
     node: ast.AST
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, eq=False)
 class Code:
     """One file's names, calls and scopes. All of them are collected in one pass."""
 
@@ -92,11 +125,15 @@ class Code:
     nodes: list[ast.AST] = field(default_factory=list)
     parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
     imports: dict[str, str] = field(default_factory=dict)
+    stars: list[str] = field(default_factory=list)
     functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = field(default_factory=dict)
     classes: dict[str, ast.ClassDef] = field(default_factory=dict)
     calls: list[ast.Call] = field(default_factory=list)
     calls_by_name: dict[str, list[ast.Call]] = field(default_factory=dict)
     loads: dict[str, list[ast.Name | ast.Attribute]] = field(default_factory=dict)
+    guards: dict[ast.AST, list[tuple[ast.AST, bool]]] = field(default_factory=dict, repr=False)
+    _scopes: dict[ast.AST, ast.AST] = field(default_factory=dict, repr=False)
+    _by_type: dict[type, list[Any]] = field(default_factory=lambda: defaultdict(list), repr=False)
     _children: dict[ast.AST, list[ast.AST]] = field(default_factory=dict, repr=False)
     _inside: dict[ast.AST, list[ast.AST]] = field(default_factory=dict, repr=False)
     _discerned: dict[ast.expr, bool] = field(default_factory=dict, repr=False)
@@ -109,10 +146,13 @@ class Code:
         # The list grows during the loop: children are appended to it.
         for node in self.nodes:
             children = self._children[node] = _parts(node)
+            outer = self._scopes.get(node, self.tree)
             for child in children:
                 self.parents[child] = node
+                self._scopes[child] = node if _is_scope_of(node, child) else outer
             self.nodes += children
         for node in self.nodes:
+            self._by_type[type(node)].append(node)
             if isinstance(node, _COLLECTED):
                 self._collect(node)
 
@@ -143,6 +183,8 @@ class Code:
         for each in node.names:
             if isinstance(node, ast.ImportFrom):
                 module = "." * node.level + (node.module or "")
+                if each.name == "*":
+                    self.stars.append(module)
                 self.imports[each.asname or each.name] = f"{module}.{each.name}"
             else:
                 local = each.asname or each.name.partition(".")[0]
@@ -172,6 +214,10 @@ class Code:
                 else:
                     self._bind(each, value, node, at, is_item)
 
+    def of(self, *types: type[ast.AST]) -> list[Any]:
+        """Return the file's nodes of some types."""
+        return [each for one in types for each in self._by_type.get(one, ())]
+
     # -- places
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
@@ -183,17 +229,7 @@ class Code:
 
     def scope(self, node: ast.AST) -> ast.AST:
         """Return the innermost function, class or module around a node."""
-        inner = node
-        for each in self.above(node):
-            if isinstance(each, _FUNCTIONS):
-                # Decorators and defaults belong to the scope around.
-                body = each.body if isinstance(each.body, list) else [each.body]
-                if inner in body or isinstance(inner, ast.arguments):
-                    return each
-            elif isinstance(each, (ast.ClassDef, ast.Module)):
-                return each
-            inner = each
-        return self.tree
+        return self._scopes.get(node, self.tree)
 
     def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
         """Return the function around a node. None at module level."""
@@ -301,10 +337,55 @@ class Code:
             known = self._calls_of[name] = sorted(found, key=lambda each: each.lineno)
         return known
 
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """All names that the file reads, calls or imports."""
+        imported = (each.rpartition(".")[2] for each in self.imports.values())
+        return frozenset((*self.loads, *self.calls_by_name, *self.imports, *imported))
+
+    @cached_property
+    def only_defines(self) -> bool:
+        """Whether the file runs nothing itself when it is imported."""
+        return all(
+            isinstance(each, (*FUNCTIONS, ast.ClassDef, ast.Import, ast.ImportFrom))
+            or (isinstance(each, (ast.Expr, ast.Assign)) and not isinstance(each.value, ast.Call))
+            for each in self.tree.body
+        )
+
+    @cached_property
+    def is_parallel(self) -> bool:
+        """Whether the file may belong to a job of several ranks."""
+        return not self.loads.keys().isdisjoint(_PARALLEL) or any(
+            not _PARALLEL.isdisjoint(each.split(".")) for each in self.imports.values()
+        )
+
     @property
     def wraps(self) -> list[ast.Call]:
         """The calls that wrap a model with torch's DDP."""
-        return self.calls_of("DistributedDataParallel")
+        found = self.calls_of("DistributedDataParallel")
+        return [each for each in found if not self._is_off(each)] if self._flags_off else found
+
+    @cached_property
+    def _flags_off(self) -> set[str]:
+        """Names that the module sets once, to False: ``ddp = False``."""
+        return {
+            name
+            for (scope, name), items in self._set.items()
+            if scope is self.tree
+            and len(items) == 1
+            and isinstance(items[0].value, ast.Constant)
+            and items[0].value.value is False
+        }
+
+    def _is_off(self, node: ast.AST) -> bool:
+        """Return whether a flag that is off keeps a node from running."""
+        inner = node
+        for each in self.above(node):
+            held = isinstance(each, ast.If) and inner in each.body
+            if held and last_name(getattr(each, "test", each)) in self._flags_off:
+                return True
+            inner = each
+        return False
 
     @cached_property
     def words(self) -> Words:
@@ -326,19 +407,35 @@ class Code:
                 and each.func.id in self.functions
                 for each in ast.walk(test)
             )
-            known = self._discerned[test] = not made and discerns(test, self.words)
+            known = self._discerned[test] = not made and self._differs(test)
         return known
+
+    def _differs(self, test: ast.expr) -> bool:
+        """Return whether a condition differs between ranks by one of its parts."""
+        if not isinstance(test, ast.BoolOp):
+            return discerns(test, self.words)
+        if isinstance(test.op, ast.Or) and not all(map(self._is_of_job, test.values)):
+            # The other part may be true on all ranks.
+            return False
+        return any(map(self._differs, test.values))
+
+    def _is_of_job(self, test: ast.expr) -> bool:
+        """Return whether a condition is on the rank, or on whether the job has several ranks."""
+        words = {
+            str(each.value).lower() if isinstance(each, ast.Constant) else last_name(each).lower()
+            for each in ast.walk(test)
+        }
+        return self._differs(test) or any(part in word for word in words for part in _MODE)
 
     @cached_property
     def rank_conditions(self) -> bool:
         """Whether the file has conditions that differ between ranks."""
-        return any(
-            (isinstance(each, (ast.If, ast.IfExp, ast.While)) and self.discerns(each.test))
-            or (isinstance(each, ast.Match) and self.discerns(each.subject))
-            or (isinstance(each, ast.comprehension) and any(map(self.discerns, each.ifs)))
-            or (isinstance(each, ast.BoolOp) and any(map(self.discerns, each.values)))
-            or (isinstance(each, FUNCTIONS) and any(map(runs_on_one_rank, each.decorator_list)))
-            for each in self.nodes
+        tests = [each.test for one in (ast.If, ast.IfExp, ast.While) for each in self.of(one)]
+        tests += [each.subject for each in self.of(ast.Match)]
+        tests += [one for each in self.of(ast.comprehension) for one in each.ifs]
+        tests += [one for each in self.of(ast.BoolOp) for one in each.values]
+        return any(map(self.discerns, tests)) or any(
+            runs_on_one_rank(one) for each in self.of(*FUNCTIONS) for one in each.decorator_list
         )
 
     @cached_property
@@ -379,9 +476,10 @@ class Code:
         if isinstance(node, ast.Name):
             for scope in self._visible(node):
                 known = self._set.get((scope, node.id), ())
-                yield from ((self, each) for each in known)
                 passed = isinstance(scope, _FUNCTIONS) and node.id in parameters_of(scope)
-                if passed:
+                seen, always = self._seen_by(node, scope, known)
+                yield from ((self, each) for each in (seen if seen or passed else known))
+                if passed and not always:
                     yield from self._passed(scope, node.id)
                 if known or passed:
                     return
@@ -394,14 +492,32 @@ class Code:
             for each in self._attributes.get(f"[{node.slice.value!s}]", ()):
                 yield self, each
 
+    def _seen_by(
+        self, read: ast.Name, scope: ast.AST, known: Sequence[Item]
+    ) -> tuple[Sequence[Item], bool]:
+        """Return the values of a name that a read may see, and whether one is always set before."""
+        if not known or not isinstance(read.ctx, ast.Load) or self.scope(read) is not scope:
+            return known, False
+        sets = {self.statement(each.node) for each in known}
+        found, always = reaching(self.parents.get, scope, read, sets)
+        return [each for each in known if self.statement(each.node) in found], always
+
     def _of_attribute(self, node: ast.Attribute) -> Iterator[tuple[Code, Item]]:
         for code in self.program.codes:
             for item in code._attributes.get(node.attr, ()):
                 # An attribute of the same name in another class is a different one.
                 mine = self.owner(node) if last_name(node.value) == "self" else None
                 theirs = code.owner(item.node)
-                if mine is None or theirs is None or mine is theirs or code is not self:
+                if mine is None or theirs is None or self._is_family(mine, code, theirs):
                     yield code, item
+
+    def _is_family(self, mine: ast.ClassDef, code: Code, theirs: ast.ClassDef) -> bool:
+        """Return whether one of two classes is the other, or derives from it."""
+        if mine is theirs:
+            return True
+        return (code, theirs) in self.program.family(self, mine) or (
+            (self, mine) in self.program.family(code, theirs)
+        )
 
     def _visible(self, node: ast.AST) -> Iterator[ast.AST]:
         scope = self.scope(node)
@@ -545,65 +661,143 @@ def _items_of(code: Code, item: Item) -> Iterator[tuple[Code, ast.expr, int | No
                 yield from ((made.code, each, None) for each in made.node.values)
 
 
-def programs(files: Iterable[SourceFile]) -> list[Program]:
-    """Group files into programs. Files belong together if one imports the other."""
-    everything = Program(Code(each, each.tree) for each in files if each.tree is not None)
-    group = {id(code): {id(code)} for code in everything.codes}
-    for code in everything.codes:
-        for other in everything.imported_by(code):
-            joined = group[id(code)] | group[id(other)]
-            group.update(dict.fromkeys(joined, joined))
-    by_id = {id(code): code for code in everything.codes}
-    apart = {id(members): members for members in group.values()}
-    return [Program(by_id[each] for each in by_id if each in members) for members in apart.values()]
+def programs(files: Iterable[SourceFile]) -> Iterator[Program]:
+    """Yield the programs in some files: each script that no other file imports, with its imports.
+
+    A file belongs to each program that imports it. `Code.program` is the one that was yielded last.
+    """
+    codes = [Code(each, each.tree) for each in files if each.tree is not None]
+    everything = Program(codes, Modules(codes))
+    imports = _imports(everything)
+    imported = {other for code in codes for other in imports[code] if other is not code}
+    met: set[Code] = set()
+    plain: list[list[Code]] = []
+    # Files that import each other in a circle have no script. The first of them counts as one.
+    for code in (*(each for each in codes if each not in imported), *codes):
+        if code in met:
+            continue
+        members = {code: None}
+        for each in (queue := [code]):
+            queue += [other for other in imports[each] if other not in members]
+            members.update(dict.fromkeys(imports[each]))
+        met.update(members)
+        if any(each.is_parallel for each in members):
+            yield everything.part(members)
+        else:
+            plain.append(list(members))
+    for several in plain:
+        yield everything.part(several)
 
 
-class Program:
-    """Files that import each other."""
+def _imports(everything: Program) -> dict[Code, list[Code]]:
+    """Return the files that each file imports. ``import_module`` may import all that remain."""
+    imports = {code: everything.imported_by(code) for code in everything.codes}
+    known = {other for several in imports.values() for other in several}
+    loose = [each for each in everything.codes if each not in known and each.only_defines]
+    for code, several in imports.items():
+        if "import_module" in code.loads:
+            several += [each for each in loose if each is not code]
+    return imports
+
+
+class Modules:
+    """The files by the names under which others may import them."""
 
     def __init__(self, codes: Iterable[Code]) -> None:
-        self.codes = list(codes)
-        self._modules: dict[str, list[Code]] = defaultdict(list)
-        for code in self.codes:
-            stem = os.path.splitext(code.file.path)[0]
-            parts = [part for part in stem.replace(os.sep, "/").split("/") if part not in ("", ".")]
+        self._named: dict[str, list[Code]] = defaultdict(list)
+        self._found: dict[tuple[str, str], Code | None] = {}
+        for code in codes:
+            parts = _folders(os.path.splitext(code.file.path)[0])
             if parts and parts[-1] == "__init__":
                 parts.pop()
             for start in range(len(parts)):
-                self._modules[".".join(parts[start:])].append(code)
+                self._named[".".join(parts[start:])].append(code)
+
+    def find(self, code: Code, name: str) -> Code | None:
+        """Return the file of an imported module: the nearest. None if several are equally near."""
+        key = code.file.path, name.lstrip(".")
+        if key not in self._found:
+            others = self._named.get(key[1], [])
+            here = _folders(os.path.dirname(code.file.path))
+            paths = [_folders(each.file.path) for each in others]
+            near = [(_shared(here, each), -len(each)) for each in paths]
+            best = [each for each, at in zip(others, near, strict=True) if at == max(near)]
+            self._found[key] = best[0] if len(best) == 1 and best[0] is not code else None
+        return self._found[key]
+
+
+def _shared(one: list[str], other: list[str]) -> int:
+    """Return how many folders two paths share at their beginning."""
+    equal = (a == b for a, b in zip(one, other, strict=False))
+    return sum(itertools.takewhile(bool, equal))
+
+
+def _folders(path: str) -> list[str]:
+    return [part for part in path.replace(os.sep, "/").split("/") if part not in ("", ".")]
+
+
+class Program:
+    """A script and the files that it imports."""
+
+    def __init__(self, codes: Iterable[Code], modules: Modules) -> None:
+        self.codes = list(codes)
+        self._modules = modules
         self._callers: dict[int, list[tuple[Code, ast.Call]]] = {}
+        self._known: dict[str, Any] = {}
         for code in self.codes:
             code.program = self
 
-    def module(self, code: Code, name: str) -> Code | None:
-        """Return the file of an imported module. None if several files match."""
-        found = self._modules.get(name.lstrip("."), [])
-        if len(found) > 1:
-            here = os.path.dirname(code.file.path)
-            found = [each for each in found if os.path.dirname(each.file.path) == here] or found
-        return found[0] if len(found) == 1 and found[0] is not code else None
+    def once(self, name: str, find: Callable[[], T]) -> T:
+        """Return what a function finds in the program. It runs once for each name."""
+        if name not in self._known:
+            self._known[name] = find()
+        found: T = self._known[name]
+        return found
+
+    def part(self, codes: Iterable[Code]) -> Program:
+        """Return a program of some of the files."""
+        return Program(codes, self._modules)
 
     def imported_by(self, code: Code) -> list[Code]:
         """Return the files of the program that a file imports from."""
-        found: dict[int, Code] = {}
+        found: dict[Code, None] = {}
         for full in code.imports.values():
             for name in (full, full.rpartition(".")[0]):
-                other = self.module(code, name) if name else None
+                other = self._modules.find(code, name) if name else None
                 if other is not None:
-                    found[id(other)] = other
-        return list(found.values())
+                    found[other] = None
+        for module in code.stars:
+            other = self._modules.find(code, module)
+            if other is not None:
+                found[other] = None
+        return list(found)
+
+    def _named(self, code: Code, name: str, depth: int = 4) -> tuple[Code, str] | None:
+        """Return the file that defines what a file imports under a name, and the name there."""
+        module, _, attribute = code.imports.get(name, "").rpartition(".")
+        sources = [(module, attribute)] if module else [(each, name) for each in code.stars]
+        for source, its in sources:
+            other = self._modules.find(code, source)
+            if other is None:
+                continue
+            if its in other.functions or its in other.classes or other.binds(other.tree, its):
+                return other, its
+            further = self._named(other, its, depth - 1) if depth > 0 else None
+            if further is not None:
+                return further
+        return None
 
     def imported_values(self, code: Code, name: str) -> Iterator[tuple[Code, Item]]:
         """Yield what a name that a file imports is set to at the other module's level."""
-        module, _, attribute = code.imports.get(name, "").rpartition(".")
-        other = self.module(code, module) if module else None
-        if other is not None:
-            yield from ((other, each) for each in other._set.get((other.tree, attribute), ()))
+        found = self._named(code, name)
+        if found is not None:
+            other, its = found
+            yield from ((other, each) for each in other._set.get((other.tree, its), ()))
 
     def module_values(self, code: Code, node: ast.Attribute) -> Iterator[tuple[Code, Item]]:
         """Yield what ``module.name`` is set to."""
         assert isinstance(node.value, ast.Name)
-        other = self.module(code, code.imports[node.value.id])
+        other = self._modules.find(code, code.imports[node.value.id])
         if other is not None:
             yield from ((other, each) for each in other._set.get((other.tree, node.attr), ()))
 
@@ -613,34 +807,57 @@ class Program:
         """Return the functions of the program that a call may run."""
         name = last_name(call.func)
         if isinstance(call.func, ast.Name):
-            if name in code.functions:
-                return [(code, each) for each in code.functions[name] if not code.is_method(each)]
-            module, _, attribute = code.imports.get(name, "").rpartition(".")
-            return self._functions(code, module, attribute)
+            return self.functions(code, name)
         if not isinstance(call.func, ast.Attribute):
             return []
         value = call.func.value
         if isinstance(value, ast.Name) and value.id in code.imports:
-            return self._functions(code, code.imports[value.id], name)
-        if last_name(value) == "self":
-            owner = code.owner(call)
-            methods = code.functions.get(name, ())
-            return [(code, each) for each in methods if code.parents.get(each) is owner]
+            other = self._modules.find(code, code.imports[value.id])
+            return [(other, each) for each in other.functions.get(name, ())] if other else []
+        is_super = isinstance(value, ast.Call) and last_name(value.func) == "super"
+        if last_name(value) == "self" or is_super:
+            return self._methods(code, call, name, is_super)
         # A method with a name that only one class of the program has.
-        found = [
+        methods_of_all = [
             (each, one)
             for each in self.codes
             for one in each.functions.get(name, ())
             if each.is_method(one)
         ]
-        return found if len(found) == 1 and name not in _COMMON_METHODS else []
+        return methods_of_all if len(methods_of_all) == 1 and name not in _COMMON_METHODS else []
 
-    def _functions(
-        self, code: Code, module: str, name: str
+    def _methods(
+        self, code: Code, call: ast.Call, name: str, is_super: bool
     ) -> list[tuple[Code, ast.FunctionDef | ast.AsyncFunctionDef]]:
-        """Return the functions of a name in another file, as a file imports it."""
-        other = self.module(code, module) if module else None
-        return [(other, each) for each in other.functions.get(name, ())] if other else []
+        """Return the methods of a name in the class around a call, or in the nearest base."""
+        owner = code.owner(call)
+        classes = self.family(code, owner) if owner is not None else []
+        for other, one in classes[int(is_super) :]:
+            found = [each for each in other.functions.get(name, ()) if other.parents[each] is one]
+            if found:
+                return [(other, each) for each in found]
+        return []
+
+    def functions(
+        self, code: Code, name: str
+    ) -> list[tuple[Code, ast.FunctionDef | ast.AsyncFunctionDef]]:
+        """Return the functions that a file defines or imports under a name."""
+        if name in code.functions:
+            return [(code, each) for each in code.functions[name] if not code.is_method(each)]
+        found = self._named(code, name)
+        return [(found[0], each) for each in found[0].functions.get(found[1], ())] if found else []
+
+    def family(self, code: Code, owner: ast.ClassDef) -> list[tuple[Code, ast.ClassDef]]:
+        """Return a class and its bases within the program, nearest first."""
+        found = [(code, owner)]
+        for each, one in found:
+            for base in one.bases:
+                name = last_name(base)
+                there = each if name in each.classes else (self._named(each, name) or (None,))[0]
+                known = there.classes.get(name) if there is not None else None
+                if there is not None and known is not None and (there, known) not in found:
+                    found.append((there, known))
+        return found
 
     def callers(
         self, code: Code, function: ast.FunctionDef | ast.AsyncFunctionDef
@@ -659,8 +876,24 @@ class Program:
                 if name != function.name
                 or any(one is function for _, one in self.targets(each, call))
             ]
+            if name != function.name:
+                known += [
+                    (each, call)
+                    for each in self.codes
+                    for call in each.calls_by_name.get("__init__", ())
+                    if any(one is function for _, one in self.targets(each, call))
+                ]
             self._callers[id(function)] = known
         return known
+
+    def is_passed(self, function: ast.FunctionDef | ast.AsyncFunctionDef | None) -> bool:
+        """Return whether a function is passed on, so that others may call it."""
+        return function is not None and any(
+            isinstance(code.parents[load], (ast.Call, ast.keyword))
+            and getattr(code.parents[load], "func", None) is not load
+            for code in self.codes
+            for load in code.loads.get(function.name, ())
+        )
 
     @cached_property
     def wraps(self) -> bool:
@@ -688,11 +921,7 @@ class Program:
 
     def uses(self, *words: str) -> bool:
         """Return whether a file of the program has one of these words as a name."""
-        return any(
-            word in code.loads or word in code.calls_by_name or word in code.imports
-            for code in self.codes
-            for word in words
-        )
+        return any(not code.names.isdisjoint(words) for code in self.codes)
 
 
 _COMMON_METHODS = frozenset(("step", "forward", "get", "update", "close", "run", "load", "save"))

@@ -103,6 +103,14 @@ def is_world_size(code: Code, node: ast.expr) -> bool:
     )
 
 
+def counts_gpus(code: Code, node: ast.expr) -> bool:
+    """Return whether a number may be the number of this machine's GPUs."""
+    return any(
+        isinstance(each.node, ast.Call) and last_name(each.node.func) == "device_count"
+        for each in code.origins(node)
+    )
+
+
 def mentions_rank(code: Code, node: ast.AST) -> bool:
     """Return whether a part of an expression may be a rank, global or local."""
     for each in ast.walk(node):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
@@ -10,7 +11,7 @@ from ddpdoctor.diagnose.source_files import last_name
 from ddpdoctor.lint.calls import has_unpacked, keyword
 from ddpdoctor.lint.conditions import guards, is_guarded, under
 from ddpdoctor.lint.program import Code
-from ddpdoctor.lint.ranks import depends_on_rank
+from ddpdoctor.lint.ranks import depends_on_rank, is_local_rank, mentions_rank
 from ddpdoctor.lint.rules import TRAINERS, Hit, rule
 
 
@@ -81,7 +82,14 @@ def load_without_map_location(code: Code) -> Iterator[Hit]:
             continue
         if under(code, call, "gpu", "device", "cuda", "cpu"):
             continue
-        if not _is_checkpoint(call.args[:1]) and not _feeds_model(code, call):
+        if not _is_checkpoint(code, call) and not _feeds_model(code, call):
+            continue
+        if any(word in ast.unparse(call).lower() for word in _PUBLISHED):
+            # Weights that others published are usually on the CPU.
+            continue
+        function = code.function(call)
+        elsewhere = any(not each.only_defines for each in code.program.codes if each is not code)
+        if function is not None and elsewhere and not _is_reached(code, function):
             continue
         yield Hit(
             call,
@@ -91,21 +99,28 @@ def load_without_map_location(code: Code) -> Iterator[Hit]:
         )
 
 
-def _is_checkpoint(path: list[ast.expr]) -> bool:
+_PUBLISHED = ("imagenet", "initmodel", "zoo", "torchvision")
+"""Parts of the names of files with weights that others published."""
+
+
+def _is_checkpoint(code: Code, call: ast.Call) -> bool:
     """Return whether a path's name shows that a job resumes from it."""
-    words = (last_name(one).lower() for each in path for one in ast.walk(each))
-    return any(word.startswith(("resume", "snapshot")) for word in words)
+    words = (last_name(one).lower() for each in call.args[:1] for one in ast.walk(each))
+    return any(word.startswith(("resume", "snapshot", "ckpt", "checkpoint")) for word in words)
 
 
 def _uses_gpus(code: Code) -> bool:
     return code.program.uses("cuda", "set_device") or any(
-        isinstance(node, ast.Constant) and node.value in ("nccl", "cuda")
+        node.value in ("nccl", "cuda")
         for each in code.program.codes
-        for node in each.nodes
+        for node in each.of(ast.Constant)
     )
 
 
 def _feeds_model(code: Code, call: ast.Call) -> bool:
+    parent = code.parents[call]
+    if isinstance(parent, ast.Call) and re.search(r"load.*(state|weight)", last_name(parent.func)):
+        return True
     for each in code.program.codes:
         for load in each.calls_by_name.get("load_state_dict", ()):
             for argument in load.args[:1]:
@@ -163,20 +178,145 @@ def load_before_barrier(code: Code) -> Iterator[Hit]:
         for each in code.calls_by_name.get("load", ())
         if code.dotted(each.func) == "torch.load" and each.args and not guards(code, each)
     ]
-    for load in loads:
+    for load in loads if code.program.wraps else ():
         for save in saves:
             same = ast.dump(save.args[1]) == ast.dump(load.args[0])
             function = code.function(load)
             if not same or function is not code.function(save) or load.lineno < save.lineno:
                 continue
-            between = (
-                each
-                for each in code.within(function or code.tree)
-                if isinstance(each, ast.Call) and save.lineno < each.lineno < load.lineno
-            )
-            if not any(last_name(each.func) in _WAITS for each in between):
+            waits = (each for name in _WAITS for each in code.called(function or code.tree, name))
+            if not any(save.lineno < each.lineno < load.lineno for each in waits):
                 yield Hit(
                     load,
                     "every rank loads the file that one rank writes above, without waiting for it",
                     "Call dist.barrier() between torch.save and torch.load.",
                 )
+
+
+@rule("DDP507", Severity.INFO, "folder-made-twice", moot=TRAINERS)
+def folder_made_twice(code: Code) -> Iterator[Hit]:
+    """All ranks make a folder if it does not exist, and one comes second.
+
+    What it finds
+        ``os.makedirs`` or ``mkdir`` without ``exist_ok=True``, after a test for the folder.
+
+    Why it is bad
+        Another rank may make it between the test and the call, which then raises FileExistsError.
+
+    How to fix it
+        Pass ``exist_ok=True``, or make it on one rank.
+
+    Example
+        Wrong:
+            if not os.path.exists(folder):
+                os.makedirs(folder)
+        Right:
+            os.makedirs(folder, exist_ok=True)
+
+    When it stays silent
+        Under a condition on the rank, and in programs that start their ranks themselves.
+    """
+    if not code.program.wraps or code.program.uses("spawn", "Process"):
+        return
+    for name in ("makedirs", "mkdir"):
+        for call in code.calls_by_name.get(name, ()):
+            known = keyword(call, "exist_ok") is not None or has_unpacked(call)
+            tried = any(isinstance(each, ast.Try) for each in code.above(call))
+            if known or tried or is_guarded(code, call) or not under(code, call, "exist", "isdir"):
+                continue
+            if not any(depends_on_rank(code, each) for each in (call.func, *call.args[:1])):
+                yield Hit(
+                    call, "another rank may make this folder between the test and this call",
+                    "Pass exist_ok=True.",
+                )  # fmt: skip
+
+
+@rule("DDP508", Severity.INFO, "save-on-each-node", moot=TRAINERS)
+def save_on_each_node(code: Code) -> Iterator[Hit]:
+    """One rank of each node saves the checkpoint.
+
+    What it finds
+        ``torch.save`` under a condition on the local rank.
+
+    Why it is bad
+        On several nodes with a shared file system, several ranks write the same file at the same
+        time.
+
+    How to fix it
+        Ask for the rank among all: ``dist.get_rank() == 0``.
+
+    Example
+        Wrong:
+            if local_rank == 0: torch.save(state, path)
+        Right:
+            if dist.get_rank() == 0: torch.save(state, path)
+
+    When it stays silent
+        Programs that start the ranks of one node themselves.
+    """
+    if not code.program.wraps or code.program.uses("spawn", "Process"):
+        return
+    for call in code.calls_by_name.get("save", ()):
+        if code.dotted(call.func) != "torch.save" or len(call.args) < 2:
+            continue
+        tests = [
+            one
+            for each, _ in guards(code, call)
+            if isinstance(each, ast.If)
+            for one in ast.walk(each.test)
+            if isinstance(one, ast.Compare)
+        ]
+        ranks = [each.left for each in tests if mentions_rank(code, each.left)]
+        if ranks and all(is_local_rank(code, each) for each in ranks):
+            yield Hit(
+                call, "one rank of each node writes this file, on a shared disk at the same time",
+                "Save where dist.get_rank() == 0.",
+            )  # fmt: skip
+
+
+@rule("DDP505", Severity.INFO, "loss-of-one-rank", moot=TRAINERS)
+def loss_of_one_rank(code: Code) -> Iterator[Hit]:
+    """Rank 0 logs its own loss as that of the training.
+
+    What it finds
+        ``loss.item()`` that one rank prints or logs, in a program that reduces nothing.
+
+    Why it is bad
+        It is the loss of one shard. It is noisier than that of the whole batch, and does not show
+        what the other ranks see.
+
+    How to fix it
+        ``all_reduce`` it first, or label it as the loss of rank 0.
+
+    Example
+        Wrong:
+            if rank == 0: print(loss.item())
+        Right:
+            dist.all_reduce(loss, op=dist.ReduceOp.AVG)
+            if rank == 0: print(loss.item())
+
+    When it stays silent
+        If the text names the rank, or the program reduces anything.
+    """
+    if not code.program.wraps or code.program.uses(*_REDUCES):
+        return
+    for call in code.calls:
+        if last_name(call.func) not in _LOGS or not guards(code, call):
+            continue
+        lost = any(
+            isinstance(each, ast.Call)
+            and last_name(each.func) == "item"
+            and isinstance(each.func, ast.Attribute)
+            and "loss" in last_name(each.func.value).lower()
+            for each in ast.walk(call)
+        )
+        if lost and "rank" not in ast.unparse(call).lower():
+            yield Hit(
+                call, "this is the loss of one rank's shard, logged as that of the training",
+                "all_reduce it first, or name the rank.",
+            )  # fmt: skip
+            return
+
+
+_LOGS = ("print", "info", "log", "add_scalar", "write", "set_postfix", "set_description")
+_REDUCES = ("all_reduce", "reduce", "all_gather", "gather", "reduce_tensor", "reduce_mean")

@@ -29,6 +29,9 @@ def collective_under_guard(code: Code) -> Iterator[Hit]:
     for call in code.calls:
         held = guards(code, call) if code.program.may_run(call, COLLECTIVES) else []
         names = _collectives_of(code, call) if held and not _in_group(call) else []
+        if names == ["init_process_group"] and keyword(call, "world_size", 3) is not None:
+            # The group may be one of these ranks alone.
+            continue
         if not names:
             continue
         condition, wanted = held[0]
@@ -72,9 +75,14 @@ def _is_matched(
 ) -> bool:
     """Return whether the other ranks run the same collective under the opposite condition."""
     function = code.function(call)
+    block = getattr(code.parents[code.statement(call)], "body", None)
+    leaves = isinstance(block, list) and isinstance(block[-1], (ast.Continue, ast.Return))
     for each in code.within(function or code.tree):
         if not isinstance(each, ast.Call) or each is call:
             continue
+        if leaves and each.lineno > call.lineno and last_name(each.func) in names:
+            # The other ranks go on to it.
+            return True
         if not code.program.may_run(each, COLLECTIVES):
             continue
         held = guards(code, each)
@@ -140,6 +148,9 @@ def _buffers(code: Code) -> Severity | None:
         None if all modules are known and have no buffers.
     """
     codes = code.program.codes
+    wraps = [wrap for each in codes for wrap in each.wraps]
+    if all(map(_keeps_buffers, wraps)):
+        return None
     if any(
         "BatchNorm" in name or name == "register_buffer" or full.startswith(_WITH_BUFFERS)
         for each in codes
@@ -182,6 +193,12 @@ def _forward_of(code: Code, call: ast.Call) -> tuple[Code, ast.Call] | None:
                 quiet = without_gradients(code, call)
                 return (code, call) if quiet else (other, each)
     return None
+
+
+def _keeps_buffers(wrap: ast.Call) -> bool:
+    """Return whether a DDP object never synchronizes buffers."""
+    given = keyword(wrap, "broadcast_buffers", 4) or keyword(wrap, "forward_sync_buffers")
+    return isinstance(given, ast.Constant) and given.value is False
 
 
 _EVALUATES = re.compile(r"(eval|validat|test|val(_|$)|sample|generat|infer)", re.IGNORECASE)
@@ -244,11 +261,10 @@ def skipped_on_one_rank(code: Code) -> Iterator[Hit]:
     """Find steps that one rank skips because of the loss or batch that it has."""
     if not code.program.wraps:
         return
-    for node in code.nodes:
-        if isinstance(node, ast.Break):
-            yield from _left(code, node)
-        if not isinstance(node, ast.If):
-            continue
+    yield from _stepped_alone(code)
+    for each in code.of(ast.Break):
+        yield from _left(code, each)
+    for node in code.of(ast.If):
         leaves = [each for each in node.body if isinstance(each, (ast.Continue, ast.Break))]
         loop = next(iter(code.loops(node)), None) if leaves else None
         if loop is None or _joins(code, node) or _is_reduced(code, loop, node):
@@ -265,6 +281,29 @@ def skipped_on_one_rank(code: Code) -> Iterator[Hit]:
                 "it",
                 "all_reduce the flag, so that all ranks skip together.",
             )
+
+
+def _stepped_alone(code: Code) -> Iterator[Hit]:
+    """Yield steps of a scheduler or an optimizer that only some ranks make."""
+    for call in code.calls_by_name.get("step", ()):
+        owner = last_name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        what = next((word for word in _STEPPED if word in owner.lower()), "")
+        held = guards(code, call) if what else []
+        condition = held[0][0] if held else None
+        if not isinstance(condition, ast.If) or in_both_branches(condition, "step"):
+            continue
+        block = code.function(call) or code.tree
+        if not code.calls_of_dist(block, *_AGREES - {"barrier"}):
+            yield Hit(
+                call,
+                f"only some ranks step this {_STEPPED[what]}, by the condition in line "
+                f"{condition.lineno}: the ranks' models drift apart",
+                "Step it on every rank, with a value that is equal on all ranks.",
+            )
+
+
+_STEPPED = {"sched": "scheduler", "optim": "optimizer", "scaler": "optimizer"}
+"""Parts of the names of objects that all ranks have to step, and what they are."""
 
 
 def _counts(code: Code, loop: ast.AST, node: ast.If) -> bool:
@@ -339,7 +378,11 @@ def _left(code: Code, node: ast.Break) -> Iterator[Hit]:
     )
     ways = sum(isinstance(each, (ast.Break, ast.Return)) for each in inside)
     trains = runs_backward(code, loops[0]) or bool(code.called(loops[0], "set_epoch"))
-    if agrees or ways > 1 or _joins(code, node) or not trains:
+    # On some rank the condition is certainly the opposite.
+    certain = any(
+        allowed(condition.test, code.words, rank) == {not held[0][1]} for rank in range(1, 8)
+    )
+    if (agrees and not certain) or ways > 1 or _joins(code, node) or not trains:
         return
     yield Hit(
         node,
@@ -399,8 +442,8 @@ def swallowed_exception(code: Code) -> Iterator[Hit]:
     """
     if not code.program.wraps:
         return
-    for node in code.nodes:
-        if not isinstance(node, ast.Try) or not code.loops(node):
+    for node in code.of(ast.Try):
+        if not code.loops(node):
             continue
         inside = [one for part in node.body for one in ast.walk(part)]
         if not calls_in(node.body, "backward") or any(isinstance(one, LOOPS) for one in inside):
@@ -457,7 +500,7 @@ def name_of_some_ranks(code: Code) -> Iterator[Hit]:
         mentions the rank or the name itself.
     """
     yield from _none_elsewhere(code)
-    for scope in (each for each in code.nodes if isinstance(each, (*FUNCTIONS, ast.Module))):
+    for scope in code.of(*FUNCTIONS, ast.Module):
         stored: dict[str, list[ast.Name]] = {}
         for each in code.within(scope):
             if isinstance(each, ast.Name) and not isinstance(each.ctx, ast.Load):
@@ -491,23 +534,18 @@ def _only_condition(code: Code, targets: list[ast.Name]) -> ast.If | None:
 
 def _none_elsewhere(code: Code) -> Iterator[Hit]:
     """Yield uses of a name that is None on some ranks."""
-    for node in code.nodes:
-        value = node.value if isinstance(node, ast.Assign) else None
-        if not isinstance(value, ast.IfExp) or not code.discerns(value.test):
+    for node in code.of(ast.Assign, ast.If):
+        value, targets = _chosen(node)
+        if value is None or not code.discerns(value.test):
             continue
-        if not any(
-            isinstance(each, ast.Constant) and each.value is None
-            for each in (value.body, value.orelse)
-        ):
-            continue
-        for target in targets_of(node):
+        for target in targets:
             uses = [
                 each
                 for each in code.loads.get(last_name(target), ())
                 if isinstance(each, ast.Name)
                 and isinstance(code.parents.get(each), ast.Attribute)
                 and isinstance(target, ast.Name)
-                and len(list(code.values(each))) == 1
+                and len(list(code.values(each))) == (2 if value is node else 1)
                 and _is_read_by_all(code, each, target)
                 and not _asks_first(code, each)
             ]
@@ -518,6 +556,33 @@ def _none_elsewhere(code: Code) -> Iterator[Hit]:
                     "they raise here",
                     "Use it under the same condition.",
                 )
+
+
+def _chosen(node: ast.AST) -> tuple[ast.If | ast.IfExp | None, list[ast.expr]]:
+    """Return a condition that decides whether names are None, and the names."""
+
+    def is_none(value: ast.expr) -> bool:
+        return isinstance(value, ast.Constant) and value.value is None
+
+    value = node.value if isinstance(node, ast.Assign) else None
+    if isinstance(value, ast.IfExp) and (is_none(value.body) or is_none(value.orelse)):
+        return value, targets_of(node)
+    if isinstance(node, ast.If):
+        one, other = (
+            {
+                each.targets[0].id: each
+                for each in block
+                if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name)
+            }
+            for block in (node.body, node.orelse)
+        )
+        both = [name for name in one if name in other]
+        return node, [
+            other[name].targets[0]
+            for name in both
+            if is_none(one[name].value) is not is_none(other[name].value)
+        ]
+    return None, []
 
 
 def _asks_first(code: Code, load: ast.Name) -> bool:
@@ -556,12 +621,15 @@ def _is_read_by_all(code: Code, load: ast.Name, target: ast.Name) -> bool:
     )
 
 
+_TRACKERS = ("wandb.init", "mlflow.start_run", "logging.FileHandler")
+
+
 @rule("DDP506", Severity.INFO, "unguarded-side-effect")
 def unguarded_writer(code: Code) -> Iterator[Hit]:
-    """Every rank opens a tracker or an event file in the same place.
+    """Every rank opens a tracker or a log file in the same place.
 
     What it finds
-        ``SummaryWriter`` or ``wandb.init`` without a condition on the rank.
+        ``SummaryWriter``, ``wandb.init`` or ``FileHandler`` without a condition on the rank.
 
     Why it is bad
         The tracker shows as many runs as there are ranks, with mixed curves.
@@ -581,10 +649,12 @@ def unguarded_writer(code: Code) -> Iterator[Hit]:
     if not code.program.wraps:
         return
     for call in code.calls:
-        full = code.dotted(call.func)
-        if full == "wandb.init" or last_name(call.func) == "SummaryWriter":
+        if code.dotted(call.func) in _TRACKERS or last_name(call.func) == "SummaryWriter":
             texts = ast.unparse(call).lower()
             if "rank" in texts or "disabled" in texts or is_guarded(code, call):
+                continue
+            if code.called(code.function(call) or code.tree, "spawn"):
+                # This is the process that starts the ranks.
                 continue
             yield Hit(
                 call, "every rank opens this tracker, so there are as many runs as ranks",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
@@ -26,9 +27,11 @@ _QUIET = frozenset((
 @rule("DDP301", Severity.ERROR)
 def forward_around_ddp(code: Code) -> Iterator[Hit]:
     """Find training forwards that do not go through the wrapper."""
+    if not code.program.wraps:
+        return
     if _averages_by_hand(code) or code.program.uses("PeriodicModelAverager"):
         return
-    for function in [each for each in code.nodes if isinstance(each, (*FUNCTIONS, ast.Module))]:
+    for function in code.of(*FUNCTIONS, ast.Module):
         for loss in code.called(function, "backward"):
             block: ast.AST = next(iter(code.loops(loss)), function)
             calls = [each for each in code.within(block) if isinstance(each, ast.Call)]
@@ -47,6 +50,88 @@ def forward_around_ddp(code: Code) -> Iterator[Hit]:
                 )
 
     yield from _trained_bare(code)
+
+
+@rule("DDP302", Severity.ERROR)
+def second_backward(code: Code) -> Iterator[Hit]:
+    """Find a second backward without a forward of the DDP object before it."""
+    if not code.program.wraps or _averages_by_hand(code):
+        return
+    if code.program.uses("no_sync", "require_backward_grad_sync"):
+        return
+    for first in code.calls_by_name.get("backward", ()):
+        block: ast.AST = next(iter(code.loops(first)), code.function(first) or code.tree)
+        calls = [each for each in code.within(block) if isinstance(each, ast.Call)]
+        later = [
+            each
+            for each in calls
+            if last_name(each.func) == "backward"
+            and each.lineno > first.lineno
+            and code.loops(each)[:1] == code.loops(first)[:1]
+            and _follows(code, first, each)
+        ]
+        for second in later[:1]:
+            # A forward between the two counts for the second.
+            between = {
+                ast.unparse(each.func)
+                for each in calls
+                if first.lineno <= each.lineno <= second.lineno and is_wrapper(code, each.func)
+            }
+            if (_wrappers_of(code, first) & _wrappers_of(code, second)) - between:
+                yield Hit(
+                    second,
+                    f"DDP has reduced in the backward of line {first.lineno}, and no forward came "
+                    "since: the gradients of this one stay on their rank",
+                    "Add the losses, and call backward() once.",
+                )
+
+
+def _follows(code: Code, first: ast.Call, second: ast.Call) -> bool:
+    """Return whether a backward always runs before another one, in the same block."""
+    inner: ast.AST = code.statement(first)
+    outer = code.parents[inner]
+    if isinstance(outer, ast.With):
+        inner, outer = outer, code.parents[outer]
+    above = {id(each) for each in code.above(second)}
+    return any(
+        isinstance(block := getattr(outer, name, None), list)
+        and inner in block
+        and any(id(each) in above for each in block[block.index(inner) + 1 :])
+        for name in ("body", "orelse")
+    )
+
+
+_PASSES = re.compile(r"loss|crit|mean|sum|stack|cat|add|scale|entropy|mse|l1|nll", re.IGNORECASE)
+"""Functions that compute a loss of all their arguments."""
+
+_CUT = ("detach", "item")
+"""Methods whose result has no gradient."""
+
+
+def _wrappers_of(code: Code, loss: ast.Call) -> set[str]:
+    """Return the names of the DDP objects whose forwards a loss is made of."""
+    found: set[str] = set()
+    seen: set[int] = set()
+    queue: list[ast.expr] = [loss.func.value] if isinstance(loss.func, ast.Attribute) else []
+    while queue:
+        node = queue.pop()
+        if id(node) in seen:
+            continue
+        seen.add(id(node))
+        if isinstance(node, ast.Call):
+            if last_name(node.func) in _CUT:
+                continue
+            if is_wrapper(code, node.func) and not without_gradients(code, node):
+                found.add(ast.unparse(node.func))
+            # What other functions get beside their input may be indices, lengths or masks.
+            passes = _PASSES.search(last_name(node.func)) is not None
+            queue += [*node.args, *(each.value for each in node.keywords)][: None if passes else 1]
+            queue += [node.func.value] if isinstance(node.func, ast.Attribute) else []
+        elif isinstance(node, ast.Name):
+            queue += [item.value for other, item in code.values(node) if other is code]
+        else:
+            queue += [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
+    return found
 
 
 def _trained_bare(code: Code) -> Iterator[Hit]:
@@ -87,14 +172,13 @@ def _goes_through(code: Code, call: ast.Call) -> bool:
 def _averages_by_hand(code: Code) -> bool:
     """Return whether the ranks average gradients or parameters themselves."""
     return any(
-        isinstance(node, ast.For)
-        and over_parameters(node)
+        over_parameters(node)
         and any(
             each.is_dist(one, "all_reduce", "reduce", "broadcast", "all_gather")
             for one in each.within(node)
         )
         for each in code.program.codes
-        for node in each.nodes
+        for node in each.of(ast.For)
     )
 
 
@@ -140,15 +224,24 @@ def _goes_around(code: Code, call: ast.Call) -> bool:
         return True
     if isinstance(node, ast.Attribute) and node.attr == "module":
         return is_wrapper(code, node.value)
-    if (
-        isinstance(node, ast.Attribute)
-        and isinstance(node.value, ast.Attribute)
-        and node.value.attr == "module"
-        and node.attr not in _QUIET
-    ):
-        used = not isinstance(code.parents[call], ast.Expr)
-        return used and is_wrapper(code, node.value.value)
-    return False
+    if not isinstance(node, ast.Attribute) or node.attr in _QUIET:
+        return False
+    used = not isinstance(code.parents[call], ast.Expr)
+    return used and any(
+        isinstance(each, ast.Attribute)
+        and each.attr == "module"
+        and is_wrapper(code, each.value)
+        and not under(code, call, *TELLS_DDP)
+        for each in (node.value, *_alternatives(code, node.value))
+    )
+
+
+def _alternatives(code: Code, node: ast.expr) -> Iterator[ast.expr]:
+    """Yield what a local name is set to: ``model.module if isinstance(model, DDP) else model``."""
+    for other, item in code.values(node) if isinstance(node, ast.Name) else ():
+        if other is code:
+            value = item.value
+            yield from (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,)
 
 
 def _is_alias(code: Code, node: ast.expr, call: ast.Call) -> bool:
@@ -215,6 +308,6 @@ def _is_given_another(code: Code, name: str) -> bool:
     """Return whether an attribute of an object is set from outside: ``self.loss.model = ...``."""
     return any(
         isinstance(target, ast.Attribute) and last_name(target.value) == name
-        for each in code.nodes
+        for each in code.of(ast.Assign, ast.AnnAssign, ast.AugAssign)
         for target in targets_of(each)
     )

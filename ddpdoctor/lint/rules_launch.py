@@ -13,7 +13,7 @@ from ddpdoctor.lint.calls import has_unpacked, keyword
 from ddpdoctor.lint.conditions import exclusive, under
 from ddpdoctor.lint.names import DISTRIBUTED
 from ddpdoctor.lint.program import ENVIRONMENT, Code
-from ddpdoctor.lint.ranks import is_local_rank, is_rank, is_world_size, variable
+from ddpdoctor.lint.ranks import counts_gpus, is_local_rank, is_rank, is_world_size, variable
 from ddpdoctor.lint.rules import Hit, rule
 
 
@@ -45,7 +45,12 @@ def hardcoded_topology(code: Code) -> Iterator[Hit]:
         size, rank = keyword(call, "world_size", 3), keyword(call, "rank", 4)
         if rank is not None and size is not None and is_local_rank(code, rank):
             counts = [last_name(each) for each in ast.walk(size)]
-            if is_world_size(code, size) and not any("local" in each.lower() for each in counts):
+            if (
+                is_world_size(code, size)
+                and not counts_gpus(code, size)
+                and not any("local" in each.lower() for each in counts)
+                and not code.program.is_passed(code.function(call))
+            ):
                 yield Hit(
                     rank,
                     "the local rank is used as the rank among all: on several nodes ranks appear "
@@ -87,13 +92,14 @@ def hardcoded_rendezvous(code: Code) -> Iterator[Hit]:
     When it stays silent
         Defaults (``setdefault``, ``os.environ.get``).
     """
-    for node in code.nodes:
-        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Constant):
+    seen: set[ast.AST | None] = set()
+    for node in code.of(ast.Assign):
+        if not isinstance(node.value, ast.Constant):
             continue
         name = variable(code, node.targets[0])
-        if name != "MASTER_PORT":
+        if name not in ("MASTER_PORT", "MASTER_ADDR"):
             continue
-        if under(code, node, "MASTER_PORT".lower(), "environ"):
+        if under(code, node, "master_", "environ"):
             continue
         value = str(node.value.value)
         if value.isdigit() and int(value) > 65535:
@@ -101,12 +107,21 @@ def hardcoded_rendezvous(code: Code) -> Iterator[Hit]:
                 node, f"there is no port {value}: the greatest is 65535",
                 "Use a port below 65536, or let torchrun choose.", Severity.ERROR,
             )  # fmt: skip
-        elif not code.program.uses("spawn", "Process"):
-            yield Hit(
-                node, "the rendezvous port is fixed: it overrides torchrun's, and a second job on "
-                "this machine fails",
-                'Use os.environ.setdefault("MASTER_PORT", ...), or start with torchrun.',
-            )  # fmt: skip
+        elif code.function(node) not in seen:
+            seen.add(code.function(node))
+            yield _fixed(node)
+    for call in code.calls_by_name.get("init_process_group", ()):
+        address = keyword(call, "init_method", 1)
+        if isinstance(address, ast.Constant) and re.match(r"tcp://.+:\d+$", str(address.value)):
+            yield _fixed(address)
+
+
+def _fixed(node: ast.AST) -> Hit:
+    return Hit(
+        node,
+        "the rendezvous is fixed: it overrides torchrun's, and a second job on this machine fails",
+        'Use os.environ.setdefault("MASTER_PORT", ...), or start with torchrun.',
+    )
 
 
 @rule("DDP204", Severity.WARNING, "global-rank-as-device", moot=frozenset())
@@ -232,7 +247,7 @@ def _device_is_set_outside(code: Code, function: ast.FunctionDef | ast.AsyncFunc
     inside = {id(each) for each in code.within(function)}
     callers = code.program.callers(code, function)
     for each in code.program.codes:
-        for node in each.nodes:
+        for node in each.of(ast.Subscript, ast.Call):
             sets = variable(each, node) == "CUDA_VISIBLE_DEVICES" or (
                 isinstance(node, ast.Call)
                 and last_name(node.func) in ("set_device", "set_device_index")
@@ -287,27 +302,25 @@ def wrong_device_ids(code: Code) -> Iterator[Hit]:
 def local_rank_option(code: Code) -> Iterator[Hit]:
     """Find options for the local rank that current launchers do not pass."""
     program = code.program
-    if program.uses("spawn", "parse_known_args", "deepspeed") or not program.uses(
-        "init_process_group", "DistributedDataParallel", "DistributedSampler"
-    ):
+    parallel = program.uses("init_process_group", "DistributedDataParallel", "DistributedSampler")
+    if not parallel or program.uses("spawn", "deepspeed"):
         return
     for call in code.calls_by_name.get("add_argument", ()):
         names = [each.value for each in call.args if isinstance(each, ast.Constant)]
         if "--local_rank" not in names or "--local-rank" in names:
             continue
-        default = keyword(call, "default")
-        if default is not None and any(variable(code, one) for one in ast.walk(default)):
+        must = _is_true(keyword(call, "required"))
+        if not must and (_is_filled(code) or program.uses("parse_known_args")):
             continue
-        if _is_filled(code):
+        if _has_default(code, call) or _is_spare(code, call) or under(code, call, "version"):
             continue
         used = [
             load
             for each in program.codes
             for load in each.loads.get("local_rank", ())
-            if isinstance(load, ast.Attribute)
+            if isinstance(load, ast.Attribute) and "env" not in last_name(load.value)
         ]
-        required = keyword(call, "required")
-        if used or (isinstance(required, ast.Constant) and required.value is True):
+        if used or must:
             yield Hit(
                 call,
                 "torchrun never passes --local_rank, and torch.distributed.launch passes "
@@ -317,14 +330,36 @@ def local_rank_option(code: Code) -> Iterator[Hit]:
             )
 
 
+def _is_true(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and node.value is True
+
+
+def _has_default(code: Code, option: ast.Call) -> bool:
+    """Return whether an option takes its default from the environment."""
+    default = keyword(option, "default")
+    return default is not None and any(variable(code, one) for one in ast.walk(default))
+
+
+def _is_spare(code: Code, option: ast.Call) -> bool:
+    """Return whether nothing calls the function of an option, and another one has it, too."""
+    function = code.function(option)
+    if function is None or code.program.callers(code, function):
+        return False
+    return any(
+        each is not option and "--local_rank" in ast.unparse(each)
+        for other in code.program.codes
+        for each in other.calls_by_name.get("add_argument", ())
+        if (outer := other.function(each)) is None or other.program.callers(other, outer)
+    )
+
+
 def _is_filled(code: Code) -> bool:
     """Return whether the program reads the local rank from the environment."""
     return any(
         variable(each, node) in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
         for each in code.program.codes
-        for node in each.nodes
-        if isinstance(node, ast.Call)
-        or (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load))
+        for node in each.of(ast.Call, ast.Subscript)
+        if isinstance(node, ast.Call) or isinstance(node.ctx, ast.Load)
     )
 
 
@@ -352,7 +387,7 @@ def rank_not_int(code: Code) -> Iterator[Hit]:
     When it stays silent
         Where the variable is only printed.
     """
-    for node in code.nodes:
+    for node in code.of(ast.Compare, ast.Call, ast.BinOp):
         tested = _used_as_number(node)
         made = [each.node for each in code.origins(tested)] if tested is not None else []
         names = {variable(code, each) for each in made}
@@ -387,6 +422,31 @@ def _asks(use: ast.AST, read: ast.expr) -> bool:
     return default in [ast.dump(each) for each in (use.left, *use.comparators)]
 
 
+@rule("DDP209", Severity.INFO)
+def nccl_without_cuda(code: Code) -> Iterator[Hit]:
+    """Find NCCL in programs that fall back to the CPU."""
+    fallback = any(
+        isinstance(node.test, ast.Call)
+        and last_name(node.test.func) == "is_available"
+        and any(
+            isinstance(one, ast.Constant) and one.value == "cpu" for one in ast.walk(node.orelse)
+        )
+        for node in code.of(ast.IfExp)
+    )
+    for call in code.calls_by_name.get("init_process_group", ()) if fallback else ():
+        backend = keyword(call, "backend", 0)
+        made = [each.node for each in code.origins(backend)] if backend is not None else []
+        fixed = bool(made) and all(
+            isinstance(each, ast.Constant) and each.value == "nccl" for each in made
+        )
+        held = any(isinstance(each, ast.If) for each in code.above(call))
+        if fixed and not held and code.is_dist(call, "init_process_group"):
+            yield Hit(
+                call, "NCCL needs a GPU, and this file falls back to the CPU without one",
+                'Use "nccl" if torch.cuda.is_available() else "gloo".',
+            )  # fmt: skip
+
+
 @rule("DDP210", Severity.INFO, "missing-destroy")
 def missing_destroy(code: Code) -> Iterator[Hit]:
     """The process group is never destroyed.
@@ -410,7 +470,11 @@ def missing_destroy(code: Code) -> Iterator[Hit]:
     When it stays silent
         Programs of frameworks that destroy it.
     """
-    if code.program.uses("destroy_process_group"):
+    if any(
+        not call.args
+        for each in code.program.codes
+        for call in each.calls_by_name.get("destroy_process_group", ())
+    ):
         return
     for call in code.calls_by_name.get("init_process_group", ())[:1]:
         if code.is_dist(call, "init_process_group"):
@@ -501,8 +565,8 @@ def spawn_arity(code: Code) -> Iterator[Hit]:
             continue
         if not isinstance(target, ast.Name) or has_unpacked(call):
             continue
-        functions = code.functions.get(target.id, ())
-        if len(functions) != 1 or target.id in code.imports or functions[0].decorator_list:
+        functions = [each for _, each in code.program.functions(code, target.id)]
+        if len(functions) != 1 or functions[0].decorator_list:
             continue
         if not isinstance(args, (ast.Tuple, type(None))):
             continue
@@ -605,8 +669,8 @@ def unknown_function(code: Code) -> Iterator[Hit]:
     When it stays silent
         Names that resemble no known name.
     """
-    for node in code.nodes:
-        if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
+    for node in code.of(ast.Attribute):
+        if not isinstance(node.ctx, ast.Load):
             continue
         if code.dotted(node.value) != "torch.distributed" or node.attr in DISTRIBUTED:
             continue
@@ -644,11 +708,8 @@ def late_visible_devices(code: Code) -> Iterator[Hit]:
     When it stays silent
         Assignments above the first use.
     """
-    for node in code.nodes:
-        if (
-            not isinstance(node, ast.Assign)
-            or variable(code, node.targets[0]) != "CUDA_VISIBLE_DEVICES"
-        ):
+    for node in code.of(ast.Assign):
+        if variable(code, node.targets[0]) != "CUDA_VISIBLE_DEVICES":
             continue
         function = code.function(node)
         if code.loops(node):
@@ -678,8 +739,8 @@ _LAUNCH = re.compile(r"python\d? -m torch\.distributed\.launch\b|torch/distribut
 @rule("DDP208", Severity.INFO, moot=frozenset())
 def deprecated_launcher(code: Code) -> Iterator[Hit]:
     """Find the deprecated launcher in commands that the program runs."""
-    for node in code.nodes:
-        if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+    for node in code.of(ast.Constant):
+        if not isinstance(node.value, str):
             continue
         documents = isinstance(code.parents.get(node), ast.Expr)
         if not documents and _LAUNCH.search(node.value):

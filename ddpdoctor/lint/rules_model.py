@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Sequence
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.diagnose.source_files import last_name
+from ddpdoctor.diagnose.source_files import LOOPS, last_name
 from ddpdoctor.lint.calls import calls_in, keyword, targets_of
-from ddpdoctor.lint.conditions import exclusive, guards, in_both_branches, under
+from ddpdoctor.lint.conditions import (
+    exclusive,
+    guards,
+    in_both_branches,
+    under,
+    without_gradients,
+)
 from ddpdoctor.lint.names import WRAPPER
 from ddpdoctor.lint.program import Code
-from ddpdoctor.lint.rules import Hit, rule
+from ddpdoctor.lint.rules import TRAINERS, Hit, rule
 from ddpdoctor.lint.wrapped import TELLS_DDP, bound, is_wrapper, over_parameters, same
 
 
@@ -151,8 +158,8 @@ def accumulates_without_no_sync(code: Code) -> Iterator[Hit]:
 @rule("DDP308", Severity.WARNING)
 def no_sync_scope(code: Code) -> Iterator[Hit]:
     """Find ``no_sync`` around the backward only."""
-    for node in code.nodes:
-        if not isinstance(node, ast.With) or len(node.items) != 1:
+    for node in code.of(ast.With):
+        if len(node.items) != 1:
             continue
         context = node.items[0].context_expr
         made = [context, *(each.node for each in code.origins(context))]
@@ -182,6 +189,33 @@ def no_sync_scope(code: Code) -> Iterator[Hit]:
                 "no_sync() covers the backward alone and has no effect: what counts is the forward",
                 "Put the forward into the same block.",
             )
+
+
+@rule("DDP309", Severity.INFO)
+def unsynchronized_batch_norm(code: Code) -> Iterator[Hit]:
+    """Find BatchNorm layers that see the batch of their own rank only."""
+    program = code.program
+    if program.uses("SyncBatchNorm", "convert_sync_batchnorm", "FrozenBatchNorm2d"):
+        return
+    known = any(
+        program.uses(name) for name in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
+    ) or any(
+        each.dotted(call.func).startswith("torchvision.models") and _WITH_NORM.match(name)
+        for each in program.codes
+        for name, calls in each.calls_by_name.items()
+        for call in calls
+    )
+    for wrap in code.wraps[:1] if known else ():
+        yield Hit(
+            wrap, "each rank's BatchNorm layers see the batch of that rank only",
+            "For small batches, convert the model with SyncBatchNorm.convert_sync_batchnorm first.",
+        )  # fmt: skip
+
+
+_WITH_NORM = re.compile(
+    r"(wide_)?res|dense|mobile|efficient|google|incep|shuffle|mnas|regnet|vgg.*_bn"
+)
+"""Models of torchvision with BatchNorm layers."""
 
 
 @rule("DDP310", Severity.WARNING, "sync-batch-norm-after-wrap")
@@ -291,7 +325,7 @@ def zero_grad_missing(code: Code) -> Iterator[Hit]:
     if any(
         last_name(target) == "grad"
         for each in program.codes
-        for node in each.nodes
+        for node in each.of(ast.Assign, ast.AnnAssign, ast.AugAssign)
         for target in targets_of(node)
     ):
         return
@@ -337,7 +371,10 @@ def wrap_before_move(code: Code) -> Iterator[Hit]:
     for wrap in code.wraps:
         target = bound(code, wrap)
         inner = wrap.args[0] if wrap.args else keyword(wrap, "module")
-        if target is None or inner is None or keyword(wrap, "device_ids", 1) is not None:
+        if target is None or inner is None:
+            continue
+        yield from _sent_away(code, target)
+        if keyword(wrap, "device_ids", 1) is not None:
             continue
         made = code.origins(inner)
         if calls_in([inner, *(each.node for each in made)], *_MOVES) or not _is_local(code, inner):
@@ -349,6 +386,20 @@ def wrap_before_move(code: Code) -> Iterator[Hit]:
                 after[0],
                 "the model is moved after it was wrapped, so DDP may not reduce its gradients",
                 "Move the model to its device first, and wrap it last.",
+            )
+
+
+def _sent_away(code: Code, target: ast.expr) -> Iterator[Hit]:
+    """Yield ``.cpu()`` of a DDP object in its training loop."""
+    for call in code.calls_by_name.get("cpu", ()):
+        loops = code.loops(call)
+        owner = call.func.value if isinstance(call.func, ast.Attribute) else None
+        mine = owner is not None and same(code, owner, target)
+        if mine and loops and code.called(loops[-1], "backward") and not guards(code, call):
+            yield Hit(
+                call,
+                "the wrapped model is moved to the CPU and back, and DDP's buckets stay",
+                "Copy the state instead: {k: v.cpu() for k, v in model.state_dict().items()}.",
             )
 
 
@@ -408,6 +459,12 @@ def wrapper_discarded(code: Code) -> Iterator[Hit]:
                 for each in code.loads.get(target.id, ())
                 if isinstance(each, ast.Name)
                 and (code.scope(each) is scope or scope in code.above(each))
+                # A read above sees another value, except in a loop or in a nested function.
+                and (
+                    code.scope(each) is not scope
+                    or code.loops(wrap)
+                    or each.lineno > (statement.end_lineno or 0)
+                )
             ]
             names = {
                 one
@@ -486,13 +543,21 @@ def rank_only_weights(code: Code) -> Iterator[Hit]:
             if owner is None or not any(same(code, _root(owner), each) for each in models):
                 continue
             condition = next((each for each, _ in guards(code, node)), None)
-            if condition is not None and not _made_up_for(code, node, condition, below):
+            if condition is None or _is_final(code, node, below):
+                continue
+            if not _made_up_for(code, node, condition, below):
                 yield Hit(
                     node,
                     "one rank alone sets the weights of the wrapped model, and DDP never sends "
                     "them to the others",
                     "Set them on every rank, or before the model is wrapped.",
                 )
+
+
+def _is_final(code: Code, load: ast.Call, below: Sequence[ast.AST]) -> bool:
+    """Return whether weights are loaded after the training, only to evaluate them."""
+    loops = [each.lineno for each in below if isinstance(each, LOOPS)]
+    return bool(loops) and not code.loops(load) and max(loops) < load.lineno
 
 
 _SETS_WEIGHTS = ("load_state_dict", "apply")
@@ -521,7 +586,8 @@ def _made_up_for(code: Code, load: ast.Call, condition: ast.AST, below: Sequence
 
 @rule("DDP502", Severity.WARNING)
 def state_of_other_kind(code: Code) -> Iterator[Hit]:
-    """Find state dicts without the prefix ``module.`` that are loaded into DDP."""
+    """Find state dicts without the prefix ``module.`` that are loaded into DDP, and saved ones."""
+    yield from _saves_wrapper(code)
     for load in code.calls_by_name.get("load_state_dict", ()):
         model = load.func.value if isinstance(load.func, ast.Attribute) else None
         state = keyword(load, "state_dict", 0)
@@ -540,6 +606,28 @@ def state_of_other_kind(code: Code) -> Iterator[Hit]:
                 "with it: the load fails",
                 f"Load it into {ast.unparse(model)}.module, or before the model is wrapped.",
             )
+
+
+def _saves_wrapper(code: Code) -> Iterator[Hit]:
+    """Yield checkpoints whose names begin with ``module.``."""
+    if any(
+        isinstance(call.func, ast.Attribute) and is_wrapper(each, call.func.value)
+        for each in code.program.codes
+        for call in each.calls_by_name.get("load_state_dict", ())
+    ):
+        return
+    for save in code.calls_by_name.get("save", ()):
+        if code.dotted(save.func) != "torch.save" or not save.args:
+            continue
+        for made in code.origins(save.args[0]):
+            for each in calls_in([made.node], "state_dict"):
+                owner = each.func.value if isinstance(each.func, ast.Attribute) else None
+                if owner is not None and is_wrapper(made.code, owner) and made.code is code:
+                    yield Hit(
+                        save, 'the names in this checkpoint begin with "module.", and a bare model '
+                        "refuses them", "Save model.module.state_dict().", Severity.INFO,
+                    )  # fmt: skip
+                    break
 
 
 def _strips_prefix(node: ast.AST) -> bool:
@@ -596,6 +684,64 @@ def _under_key(node: ast.expr, key: str) -> list[ast.expr]:
     return [value for name, value in pairs if name is not None and ast.dump(name) == key]
 
 
+@rule("DDP320", Severity.INFO, "sum-of-losses", moot=TRAINERS)
+def sum_of_losses(code: Code) -> Iterator[Hit]:
+    """A loss is a sum over the batch, and DDP averages gradients over the ranks.
+
+    What it finds
+        ``reduction="sum"`` of a loss that is not divided by anything.
+
+    Why it is bad
+        The gradient is that of one rank's sum, not of the sum over all ranks: with more ranks
+        and the same batch in total, steps are smaller.
+
+    How to fix it
+        Take the mean, or multiply the loss by the number of ranks.
+
+    Example
+        Wrong:
+            loss = F.cross_entropy(y, t, reduction="sum")
+        Right:
+            loss = F.cross_entropy(y, t)
+
+    When it stays silent
+        Evaluations, and sums that are divided or multiplied.
+    """
+    if not code.program.wraps:
+        return
+    for call in code.calls:
+        value = keyword(call, "reduction")
+        if not isinstance(value, ast.Constant) or value.value != "sum":
+            continue
+        scaled = any(
+            isinstance(each, ast.BinOp) and isinstance(each.op, (ast.Div, ast.Mult))
+            for each in ast.walk(code.statement(call))
+        )
+        block: ast.AST = next(iter(code.loops(call)), code.function(call) or code.tree)
+        if code.called(block, "backward") and not scaled and not without_gradients(code, call):
+            yield Hit(
+                call, "this loss is a sum, and DDP averages its gradients over the ranks",
+                "Take the mean, or multiply by the number of ranks.",
+            )  # fmt: skip
+
+
+@rule("DDP323", Severity.WARNING)
+def reentrant_checkpoint(code: Code) -> Iterator[Hit]:
+    """Find reentrant checkpoints with a DDP that searches for unused parameters."""
+    finds = any(
+        isinstance(value := keyword(wrap, "find_unused_parameters"), ast.Constant) and value.value
+        for each in code.program.codes
+        for wrap in each.wraps
+    )
+    for call in code.calls_by_name.get("checkpoint", ()) if finds else ():
+        value = keyword(call, "use_reentrant")
+        if isinstance(value, ast.Constant) and value.value is True:
+            yield Hit(
+                call, "DDP cannot search for unused parameters in a graph that is recomputed",
+                "Pass use_reentrant=False.",
+            )  # fmt: skip
+
+
 @rule("DDP321", Severity.INFO, "deprecated-argument", moot=frozenset())
 def deprecated_argument(code: Code) -> Iterator[Hit]:
     """DDP gets an argument that torch 2.13 deprecates.
@@ -633,6 +779,8 @@ def deprecated_argument(code: Code) -> Iterator[Hit]:
 @rule("DDP962", Severity.ERROR)
 def wrapper_attribute(code: Code) -> Iterator[Hit]:
     """Find attributes of the model that are read from its wrapper."""
+    if not code.wraps:
+        return
     for name, loads in code.loads.items():
         if name in WRAPPER or name.startswith("_"):
             continue
@@ -696,7 +844,7 @@ def _is_set_on_wrapper(code: Code, load: ast.Attribute, wrap: ast.Call) -> bool:
     stores = (
         target
         for each in code.program.codes
-        for node in each.nodes
+        for node in each.of(ast.Assign, ast.AnnAssign, ast.AugAssign)
         for target in targets_of(node)
         if isinstance(target, ast.Attribute)
         and target.attr == load.attr

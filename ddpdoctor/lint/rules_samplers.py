@@ -6,46 +6,23 @@ import ast
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.diagnose.source_files import Loop, last_name
-from ddpdoctor.lint.calls import has_unpacked, keyword, targets_of
-from ddpdoctor.lint.conditions import is_quiet, under, without_gradients
-from ddpdoctor.lint.loops import repeats, runs_backward, runs_often
+from ddpdoctor.diagnose.source_files import last_name
+from ddpdoctor.lint.calls import has_unpacked, keyword
+from ddpdoctor.lint.conditions import exclusive, under
+from ddpdoctor.lint.loaders import is_loader, is_sampler, sampler_of, samplers_of
+from ddpdoctor.lint.loops import repeats, runs_backward, runs_often, training_loops
 from ddpdoctor.lint.program import Code, Origin
-from ddpdoctor.lint.ranks import depends_on_rank, is_local_rank, is_world_size, mentions_rank
+from ddpdoctor.lint.ranks import (
+    counts_gpus,
+    depends_on_rank,
+    is_local_rank,
+    is_world_size,
+    mentions_rank,
+)
 from ddpdoctor.lint.rules import LOADERS, TRAINERS, Hit, rule
+from ddpdoctor.lint.wrapped import is_wrapper
 
 _ALL = TRAINERS | LOADERS
-
-
-def _is_sampler(origin: Origin) -> bool:
-    return origin.code.is_torch(origin.node, "DistributedSampler")
-
-
-def _is_loader(origin: Origin) -> bool:
-    return origin.code.is_torch(origin.node, "DataLoader")
-
-
-def _is_none(origin: Origin) -> bool:
-    return isinstance(origin.node, ast.Constant) and origin.node.value is None
-
-
-def _sampler_of(code: Code, loader: ast.Call) -> ast.expr | None:
-    return keyword(loader, "sampler", 3) or keyword(loader, "batch_sampler", 4)
-
-
-def _samplers_of(code: Code, loader: ast.Call) -> list[Origin]:
-    """Return what the sampler of a loader may be, also inside of a batch sampler."""
-    given = _sampler_of(code, loader)
-    if given is None:
-        return []
-    found: list[Origin] = []
-    for each in code.origins(given):
-        node = each.node
-        if isinstance(node, ast.Call) and last_name(node.func) == "BatchSampler" and node.args:
-            found += each.code.origins(keyword(node, "sampler", 0) or node.args[0])
-        else:
-            found.append(each)
-    return found
 
 
 def _shuffles(code: Code, sampler: ast.Call) -> bool:
@@ -80,9 +57,7 @@ def _is_dropped(code: Code, call: ast.Call) -> bool:
     if isinstance(parent, ast.Expr):
         # If a loader has another sampler, this one is only an experiment.
         loaders = code.calls_of("DataLoader")
-        return code.program.uses("backward") and not any(
-            _sampler_of(code, each) for each in loaders
-        )
+        return code.program.uses("backward") and not any(sampler_of(each) for each in loaders)
     if not isinstance(parent, (ast.Assign, ast.AnnAssign)):
         return False
     targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
@@ -148,23 +123,45 @@ def unsharded_loader(code: Code) -> Iterator[Hit]:
     ):
         # DDP101 is the cause.
         return
-    for loop in (node for node in code.nodes if isinstance(node, (ast.For, ast.AsyncFor))):
-        if not runs_backward(code, loop):
-            continue
-        made = [each for each in code.origins(loop.iter) if isinstance(each.node, ast.Call)]
-        loaders = [each for each in made if _is_loader(each)]
-        if not loaders or len(loaders) != len(made):
-            continue
-        if all(_is_unsharded(each) for each in loaders):
-            call = loaders[0]
-            if call.code is code or call.code not in code.program.codes:
-                yield Hit(
-                    call.node,
-                    "this DataLoader feeds the training loop and has no DistributedSampler, so "
-                    "every rank trains on the whole data set",
-                    "Pass sampler=DistributedSampler(dataset), drop shuffle=True, and call "
-                    "sampler.set_epoch(epoch) in each epoch.",
-                )
+    seen: set[ast.AST] = set()
+    for other, loop in training_loops(code.program):
+        made = [each for each in other.origins(loop.iter) if isinstance(each.node, ast.Call)]
+        if all(map(is_loader, made)):
+            seen.update(_unsharded(code, made))
+    for call in code.calls:
+        if _trains_elsewhere(code, call):
+            for each in (*call.args, *(one.value for one in call.keywords)):
+                made = code.origins(each)
+                if made and all(is_loader(one) and _is_shuffled(one.node) for one in made):
+                    seen.update(_unsharded(code, made))
+    for node in seen:
+        yield Hit(
+            node,
+            "this DataLoader feeds the training loop and has no DistributedSampler, so "
+            "every rank trains on the whole data set",
+            "Pass sampler=DistributedSampler(dataset), drop shuffle=True, and call "
+            "sampler.set_epoch(epoch) in each epoch.",
+        )
+
+
+def _unsharded(code: Code, loaders: list[Origin]) -> list[ast.expr]:
+    """Return the first of some loaders if all give each rank the whole data set of a file."""
+    first = loaders[:1] if loaders and all(map(_is_unsharded, loaders)) else []
+    return [each.node for each in first if each.code is code]
+
+
+def _is_shuffled(loader: ast.expr) -> bool:
+    shuffle = keyword(loader, "shuffle", 2) if isinstance(loader, ast.Call) else None
+    return isinstance(shuffle, ast.Constant) and shuffle.value is True
+
+
+def _trains_elsewhere(code: Code, call: ast.Call) -> bool:
+    """Return whether a call passes a DDP object to a function of an unknown file that trains it."""
+    return (
+        last_name(call.func).lower().startswith(("train", "fit"))
+        and not code.program.targets(code, call)
+        and any(is_wrapper(code, each) for each in call.args)
+    )
 
 
 def _divides_by_hand(code: Code) -> bool:
@@ -176,7 +173,7 @@ def _divides_by_hand(code: Code) -> bool:
             *each.loads,
         }:
             return True
-        for node in each.nodes:
+        for node in each.of(ast.Subscript, ast.Call, ast.BinOp):
             if isinstance(node, ast.Subscript) and mentions_rank(each, node.slice):
                 if not isinstance(node.ctx, ast.Load) or last_name(node.value) != "environ":
                     return True
@@ -204,7 +201,7 @@ _ABOUT_RANKS = (
 def _is_unsharded(origin: Origin) -> bool:
     code, call = origin.code, origin.node
     assert isinstance(call, ast.Call)
-    if has_unpacked(call) or _sampler_of(code, call) is not None:
+    if has_unpacked(call) or sampler_of(call) is not None:
         return False
     if under(code, call, *_ABOUT_RANKS):
         return False
@@ -233,9 +230,10 @@ _OWN_LOADERS = frozenset(("deepspeed", "horovod", "colossalai", "megatron", "fai
 def missing_set_epoch(code: Code) -> Iterator[Hit]:
     """Find samplers that shuffle without ``set_epoch``."""
     for call in code.calls_of("DistributedSampler"):
-        if not _shuffles(code, call) or _has_epoch(code, call):
+        if not _shuffles(code, call):
             continue
-        if any(_feeds_epochs(other, call) for other in code.program.codes):
+        places = (one for other in code.program.codes for one in _feeds_epochs(other, call))
+        if any(not _has_epoch(code, call, place) for place in places):
             yield Hit(
                 call,
                 "set_epoch() is never called on this DistributedSampler, so every epoch has the "
@@ -244,41 +242,40 @@ def missing_set_epoch(code: Code) -> Iterator[Hit]:
             )
 
 
-def _feeds_epochs(code: Code, sampler: ast.Call) -> bool:
-    """Return whether a file trains for several epochs over a loader with a sampler."""
-    for node in code.nodes:
+def _feeds_epochs(code: Code, sampler: ast.Call) -> Iterator[ast.AST]:
+    """Yield where a file trains for several epochs over a loader with a sampler."""
+    for node in code.of(ast.For, ast.AsyncFor, ast.Call):
         if isinstance(node, (ast.For, ast.AsyncFor)):
             if _is_over(code, node.iter, sampler) and repeats(code, node):
                 yields = any(isinstance(each, ast.Yield) for each in code.within(node))
                 if runs_backward(code, node) or (yields and code.program.uses("backward")):
-                    return True
+                    yield node
         elif isinstance(node, ast.Call) and last_name(node.func) == "iter" and node.args:
             # An inner loop takes the batches with `next`.
             loops = code.loops(node)
             trains = bool(loops) and runs_often(code, loops[-1]) and runs_backward(code, loops[-1])
             if trains and _is_over(code, node.args[0], sampler):
-                return True
-    return False
+                yield node
 
 
 def _is_over(code: Code, node: ast.expr, sampler: ast.Call) -> bool:
     """Return whether an expression is a loader with a sampler."""
     return any(
-        _is_loader(made)
+        is_loader(made)
         and isinstance(made.node, ast.Call)
-        and any(each.node is sampler for each in _samplers_of(made.code, made.node))
+        and any(each.node is sampler for each in samplers_of(made.code, made.node))
         for made in code.origins(node)
     )
 
 
-def _has_epoch(code: Code, sampler: ast.Call) -> bool:
-    """Return whether a ``set_epoch`` of the program may be this sampler's."""
+def _has_epoch(code: Code, sampler: ast.Call, place: ast.AST) -> bool:
+    """Return whether a ``set_epoch`` of the program may be this sampler's at a training loop."""
     for each in code.program.codes:
         calls = each.calls_by_name.get("set_epoch", ())
-        if any(_tells(each, call, sampler) for call in calls):
+        if any(_tells(each, call, sampler) and not exclusive(each, call, place) for call in calls):
             return True
         named = "set_epoch" in each.loads or any(
-            isinstance(node, ast.Constant) and node.value == "set_epoch" for node in each.nodes
+            node.value == "set_epoch" for node in each.of(ast.Constant)
         )
         if named and not calls:
             # The method is passed on, or found by `getattr`.
@@ -298,14 +295,14 @@ def _tells(code: Code, call: ast.Call, sampler: ast.Call) -> bool:
     if isinstance(receiver, ast.Attribute) and receiver.attr in _SAMPLERS:
         while isinstance(receiver, ast.Attribute) and receiver.attr in _SAMPLERS:
             receiver = receiver.value
-        loaders = [each for each in code.origins(receiver) if _is_loader(each)]
+        loaders = [each for each in code.origins(receiver) if is_loader(each)]
         made = [
             one
             for each in loaders
             if isinstance(each.node, ast.Call)
-            for one in _samplers_of(each.code, each.node)
+            for one in samplers_of(each.code, each.node)
         ]
-    return any(each.node is sampler for each in made) or not any(map(_is_sampler, made))
+    return any(each.node is sampler for each in made) or not any(map(is_sampler, made))
 
 
 @rule("DDP104", Severity.WARNING, "misplaced-set-epoch", moot=_ALL)
@@ -357,7 +354,7 @@ def misplaced_set_epoch(code: Code) -> Iterator[Hit]:
         ):
             made = code.origins(loops[0].iter)
             outer = len(loops) > 1 or repeats(code, loops[0])
-            if any(map(_is_loader, made)) and outer:
+            if any(map(is_loader, made)) and outer:
                 yield Hit(
                     call,
                     "set_epoch() is called within the loop over batches, after the loader has "
@@ -378,9 +375,7 @@ def _is_constant(code: Code, node: ast.expr) -> bool:
         return True
     if not isinstance(node, ast.Name):
         return False
-    changes = any(
-        isinstance(each, ast.AugAssign) and last_name(each.target) == node.id for each in code.nodes
-    )
+    changes = any(last_name(each.target) == node.id for each in code.of(ast.AugAssign))
     made = [item.value for _, item in code.values(node)]
     return not changes and len(made) == 1 and isinstance(made[0], ast.Constant)
 
@@ -396,20 +391,13 @@ def wrong_rank(code: Code) -> Iterator[Hit]:
         if rank is None or not is_local_rank(code, rank):
             continue
         fixed = isinstance(count, ast.Constant) and isinstance(count.value, int) and count.value > 1
-        if count is None or fixed or (is_world_size(code, count) and not _counts_gpus(code, count)):
+        if count is None or fixed or (is_world_size(code, count) and not counts_gpus(code, count)):
             yield Hit(
                 rank,
                 "this DistributedSampler gets the local rank, but the number of all ranks: on "
                 "several nodes ranks share the same samples, and others are never read",
                 "Leave out rank and num_replicas, or pass dist.get_rank().",
             )
-
-
-def _counts_gpus(code: Code, node: ast.expr) -> bool:
-    return any(
-        isinstance(each.node, ast.Call) and last_name(each.node.func) == "device_count"
-        for each in code.origins(node)
-    )
 
 
 @rule("DDP108", Severity.ERROR, "shuffle-and-sampler", moot=frozenset())
@@ -459,111 +447,3 @@ def seed_differs(code: Code) -> Iterator[Hit]:
                 "overlap",
                 "Pass the same seed on every rank.",
             )
-
-
-@rule("DDP106", Severity.WARNING, moot=_ALL)
-def shard_not_reduced(code: Code) -> Iterator[Hit]:
-    """Find metrics of one shard that are used as if they covered the whole data set."""
-    if code.program.uses(*_REDUCES):
-        return
-    for loop in (node for node in code.nodes if isinstance(node, ast.For)):
-        if not _evaluates_shard(code, loop):
-            continue
-        counted = _counted(code, loop)
-        for node in code.within(code.function(loop) or code.tree):
-            if getattr(node, "lineno", 0) <= (loop.end_lineno or loop.lineno):
-                continue
-            if (
-                isinstance(node, ast.BinOp)
-                and isinstance(node.op, ast.Div)
-                and {last_name(one) for one in ast.walk(node.left)} & counted
-                and _is_length_of_data(node.right)
-            ):
-                yield Hit(
-                    node,
-                    "a sum over this rank's shard is divided by the length of the whole data set, "
-                    "and never reduced over the ranks",
-                    "all_reduce the sum and the count, then divide.",
-                )
-                break
-            if isinstance(node, ast.Call) and _shows(code, node, counted):
-                yield Hit(
-                    node,
-                    "this shows what one rank counted over its shard as if it were of the whole "
-                    "data set",
-                    "all_reduce the sum and the count first.",
-                )
-                break
-
-
-_SHOWN = ("print", "info", "add_scalar", "write", "log", "log_metrics", "print_rank0")
-
-
-def _shows(code: Code, call: ast.Call, counted: set[str]) -> bool:
-    """Return whether a call prints or logs some counts, and does not name the rank."""
-    if last_name(call.func) not in _SHOWN or mentions_rank(code, call):
-        return False
-    text = ast.unparse(call).lower()
-    names = {last_name(one) for each in call.args for one in ast.walk(each)}
-    derived = {
-        last_name(target)
-        for node in code.within(code.function(call) or code.tree)
-        for target in targets_of(node)
-        if {last_name(one) for one in ast.walk(getattr(node, "value", node))} & counted
-    }
-    return "rank" not in text and bool(names & (counted | derived))
-
-
-_REDUCES = (
-    *("all_reduce", "reduce", "all_gather", "gather", "all_gather_object", "gather_object"),
-    *("all_gather_into_tensor", "reduce_tensor", "reduce_dict", "reduce_mean", "torchmetrics"),
-    *("synchronize_between_processes", "gather_for_metrics", "DistributedMetric"),
-)
-
-
-def _evaluates_shard(code: Code, loop: ast.For) -> bool:
-    """Return whether a loop evaluates on this rank's shard of the data."""
-    quiet = any(
-        isinstance(each, ast.With) and is_quiet(each) for each in code.within(loop)
-    ) or without_gradients(code, loop)
-    if runs_backward(code, loop) or not quiet:
-        return False
-    if _gets_epochs(code, loop.iter):
-        return True
-    made = [each for each in code.origins(loop.iter) if _is_loader(each)]
-    samplers = [
-        _samplers_of(each.code, each.node) for each in made if isinstance(each.node, ast.Call)
-    ]
-    return bool(samplers) and all(
-        any(map(_is_sampler, each)) and not any(map(_is_none, each)) for each in samplers
-    )
-
-
-def _gets_epochs(code: Code, node: ast.expr) -> bool:
-    """Return whether ``set_epoch`` shows that a loader has a distributed sampler."""
-    names = {ast.dump(each) for each in ast.walk(node) if isinstance(each, ast.Name)}
-    return any(
-        isinstance(call.func, ast.Attribute)
-        and isinstance(call.func.value, ast.Attribute)
-        and call.func.value.attr == "sampler"
-        and ast.dump(call.func.value.value) in names
-        for call in code.calls_by_name.get("set_epoch", ())
-        if code.function(call) is code.function(node)
-    )
-
-
-def _counted(code: Code, loop: Loop) -> set[str]:
-    return {
-        last_name(each.target)
-        for each in code.within(loop)
-        if isinstance(each, ast.AugAssign) and isinstance(each.op, ast.Add)
-    }
-
-
-def _is_length_of_data(node: ast.expr) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and last_name(node.func) == "len"
-        and len(node.args) == 1
-        and (last_name(node.args[0]) == "dataset" or "dataset" in last_name(node.args[0]).lower())
-    )

@@ -200,6 +200,7 @@ class Reporter:
         self._ignored = 0
         self._log = FindingLog()
         self.found: list[Finding] = []  # Findings of the last examination, selected or not
+        self.in_code: list[Finding] = []  # Errors in the job's code that were printed
         self.news: list[Event] = []  # Findings reported and withdrawn after the last examination
         self._warned = False
         self.faults = Faults(self.say)  # Failures of ddpdoctor itself
@@ -241,14 +242,20 @@ class Reporter:
         if terminal.width(2) is not None:
             self.note("watch it: `ddpdoctor top` in another terminal")
 
-    def tell_source(self) -> None:
-        """Print the errors in the job's code, one per line, once they are known."""
+    def tell_source(self, timeout: float = 0.0) -> None:
+        """Print the errors in the job's code, one per line, once they are known.
+
+        Args:
+            timeout: Wait at most this many seconds for them.
+        """
         if self._source is None:
             return
+        errors = self._source.news(timeout)
         while self._source.remarks:
             self.say(self._source.remarks.popleft())
-        for each in self._source.news():
+        for each in errors:
             if each.code in self._selection:
+                self.in_code.append(each)
                 one = line_format(self._output)
                 if one is not None and each.location is not None:
                     self._say(one.line(each, each.location.path) + "\n")

@@ -227,6 +227,12 @@ class Run:
         return str(self.manifest.get("id") or self.path.name)
 
     @property
+    def started_at(self) -> int:
+        """When the run began, in Unix nanoseconds; 0 if that is unknown."""
+        value = self.manifest.get("started")
+        return value if isinstance(value, int) else 0
+
+    @property
     def command(self) -> list[str]:
         """The words of the job's command line."""
         return command_words(self.manifest)

@@ -30,7 +30,7 @@ program (python, bash, srun, mpirun, accelerate) that starts the ranks itself.
 Options of ddpdoctor:
   --quiet           Print findings only, no notes and no summary.
   --strict          Exit with status 3 if the job succeeded but an error-level
-                    finding remains.
+                    finding remains, or its code has an error.
   --json FILE       Write each finding to FILE as a line of JSON.
   --output FORMAT   text; problems: findings as lines that an editor's problem
                     matcher understands (path:line:col: severity CODE message);

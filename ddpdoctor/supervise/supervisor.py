@@ -33,6 +33,8 @@ POLL_INTERVAL = 0.5  # Seconds between two reads of the run directory
 
 _WATCH, _WATCH_END = "the watch", "the end of the watch"
 
+SOURCE_TIMEOUT = 10.0  # Seconds that --strict waits for the check of the job's code
+
 LEFTOVER_TIMEOUT = 2.0  # Seconds for the job's processes to end after its command has ended
 
 
@@ -155,7 +157,9 @@ class Supervisor:
 
     def _finish(self, status: int) -> int:
         run = self._guarded(_WATCH_END, self._end_watch, status)
-        findings = self._reporter.current
+        if self._command.own.strict:
+            self._guarded("the check of the job's code", self._reporter.tell_source, SOURCE_TIMEOUT)
+        findings = [*self._reporter.current, *self._reporter.in_code]
         self._guarded("the end of what the job left behind", self._sweep)
         self._guarded(_WATCH_END, self._watch.summarize, run, status)
         failed = any(finding.severity >= Severity.ERROR for finding in findings)

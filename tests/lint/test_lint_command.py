@@ -278,6 +278,76 @@ def test_files_that_import_each_other(sick: Path, capsys: pytest.CaptureFixture[
     assert lint.main(["train.py"]) == 0
 
 
+ENGINE = """\
+import torch
+
+def train(model, loader, optimizer):
+    for x in loader:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+    torch.save(model.state_dict(), "last.pt")
+"""
+SCRIPT = """\
+import torch
+from torch.utils.data import DataLoader
+from engine import *
+
+loader = DataLoader(data, shuffle=True)
+train(model, loader, optimizer)
+"""
+
+
+def of_folder(folder: Path, **texts: str) -> list[tuple[str, int, str]]:
+    for name, text in texts.items():
+        (folder / f"{name}.py").write_text(text)
+    found = check([files.read(each) for each in files.find([str(folder)])])
+    return [
+        (Path(each.path).stem, each.line, each.code)
+        for each in found
+        if each.severity > Severity.INFO
+    ]
+
+
+def test_a_script_of_one_process_beside_one_of_several(tmp_path: Path) -> None:
+    # They share a file, but `single.py` starts no second rank.
+    assert of_folder(tmp_path, engine=ENGINE, single=SCRIPT) == []
+    several = SCRIPT.replace("train(", "train(DDP(model), ").replace("model, loader", "loader")
+    several = "from torch.nn.parallel import DistributedDataParallel as DDP\n" + several
+    found = of_folder(tmp_path, several=several)
+    assert found == [("engine", 8, "DDP501"), ("several", 6, "DDP102")]
+
+
+def test_names_through_a_package_and_a_base_class(tmp_path: Path) -> None:
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg" / "__init__.py").write_text("from .base import Base\n")
+    (tmp_path / "pkg" / "base.py").write_text("""\
+import torch
+from torch.utils.data import DataLoader, DistributedSampler
+
+class Base:
+    def __init__(self, data):
+        self.data = data
+        self.loader = self.make_loader()
+
+    def make_loader(self):
+        return DataLoader(self.data, sampler=DistributedSampler(self.data))
+""")
+    script = """\
+import torch
+from pkg import Base
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+class Job(Base):
+    def train(self):
+        model = DDP(self.model)
+        for epoch in range(10):
+            for x in self.loader:
+                model(x).sum().backward()
+"""
+    assert of_folder(tmp_path, train=script) == [("base", 10, "DDP103")]
+
+
 def test_healthy_jobs_and_ddpdoctor_itself_are_clean() -> None:
     paths = [*(ROOT / "sample_jobs").glob("*.py"), *(ROOT / "tests/jobs/healthy").rglob("*.py")]
     paths += [*(ROOT / "tests/jobs/sick").glob("*_healed.py")]

@@ -149,6 +149,23 @@ def test_healthy_code_stays(name: str, tmp_path: Path) -> None:
     assert path.read_text() == CASES[name]
 
 
+def test_a_folder_may_exist(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    text = """\
+import os
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+model = DDP(torch.nn.Linear(1, 1))
+if not os.path.exists("runs"):
+    os.makedirs("runs")
+print(model)
+"""
+    path.write_text(text)
+    assert lint.main(["--fix", "--severity", "info", "--fail-on", "error", str(path)]) == 0
+    assert path.read_text() == text.replace('makedirs("runs")', 'makedirs("runs", exist_ok=True)')
+
+
 def test_what_was_read_otherwise_is_left(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     data = JOB.encode("utf-16")

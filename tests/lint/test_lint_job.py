@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from ddpdoctor.core.errors import Faults
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.lint import check, job
@@ -71,6 +73,37 @@ def test_a_finding_of_the_run_names_the_line(script: str) -> None:
     assert placed[0].id == elsewhere.id
     # Where it names the line itself, nothing is added.
     assert placed[1:] == [other, found]
+
+
+def test_a_finding_of_a_finished_run_names_the_line(script: str, tmp_path: Path) -> None:
+    faults = Faults(print)
+    path = str(tmp_path / script)
+    since = (tmp_path / script).stat().st_mtime_ns
+    in_code = job.of_run(path, since, faults)
+    (found,) = job.placed([Finding("DDP401", Severity.ERROR, "rank 0 waits")], in_code)
+    assert found.evidence == ("seen in the code: train.py:5",)
+    # A file that changed since shows other lines.
+    assert job.of_run(path, since - 1, faults) == []
+    assert job.of_run(str(tmp_path / "gone.py"), since, faults) == []
+
+
+def test_warnings_are_for_findings_of_the_run(script: str, tmp_path: Path) -> None:
+    text = "import torch.distributed as dist\ndist.init_process_group('gloo', world_size=4)\n"
+    (tmp_path / "train.py").write_text(text)
+    source = job.SourceCheck([script])
+    assert done(source) == []
+    (found,) = source.placed([Finding("DDP201", Severity.WARNING, "it waits")])
+    assert found.evidence == ("seen in the code: train.py:2",)
+
+
+def test_strict_fails_for_errors_in_the_code(script: str) -> None:
+    command = [sys.executable, "-m", "ddpdoctor", "run", "--no-debug", "--run-dir", "run"]
+    for option, status in (("--strict", 3), ("--quiet", 0)):
+        done = subprocess.run(
+            [*command, option, "--", sys.executable, script], capture_output=True, check=False
+        )
+        assert done.returncode == status
+        shutil.rmtree("run")
 
 
 def test_a_rule_that_fails_is_no_fault_of_the_job(

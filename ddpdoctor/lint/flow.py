@@ -1,0 +1,84 @@
+"""Find the assignments of a name that a read of it may see."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+
+from ddpdoctor.diagnose.source_files import LOOPS
+
+_BLOCKS = ("body", "orelse", "handlers", "finalbody", "cases")
+_LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)
+
+
+def reaching(
+    parents: Callable[[ast.AST], ast.AST | None], scope: ast.AST, read: ast.AST, sets: set[ast.stmt]
+) -> tuple[set[ast.stmt], bool]:
+    """Return the statements whose value a read may see, and whether one of them always runs before.
+
+    Args:
+        parents: Returns the node around a node.
+        scope: The function or module of the name.
+        read: The expression that reads the name.
+        sets: The statements of the scope that set it.
+    """
+    found: set[ast.stmt] = set()
+    inner = read
+    holders: set[ast.AST] = set()
+    for each in sets:
+        node: ast.AST | None = each
+        while node is not None and node not in holders:
+            holders.add(node)
+            node = parents(node)
+    while inner is not scope:
+        outer = parents(inner)
+        if outer is None:
+            break
+        for name in _BLOCKS:
+            block = getattr(outer, name, None)
+            if not isinstance(block, list) or inner not in block:
+                continue
+            for each in reversed(block[: block.index(inner)]):
+                if each not in holders:
+                    continue
+                found |= _inside(each, sets)
+                if _always_sets(each, sets):
+                    return found, True
+            if isinstance(outer, ast.Try) and name != "body":
+                found |= _inside(outer, sets)
+            elif isinstance(outer, LOOPS):
+                # The previous round, and a `for` sets its target before each.
+                found |= _inside(outer, sets)
+                if name == "body" and outer in sets:
+                    return found, True
+        inner = outer
+    return found, False
+
+
+def _inside(node: ast.AST, sets: set[ast.stmt]) -> set[ast.stmt]:
+    """Return the statements in a node that set the name, except in branches that leave."""
+    if isinstance(node, ast.If):
+        kept = [each for each in (node.body, node.orelse) if not _leaves(each)]
+        nodes: Sequence[ast.AST] = [one for each in kept for one in each]
+    else:
+        nodes = [one for name in _BLOCKS for one in getattr(node, name, ())]
+    found = {node} & sets if isinstance(node, ast.stmt) else set()
+    for each in nodes:
+        found |= _inside(each, sets)
+    return found
+
+
+def _leaves(block: Sequence[ast.stmt]) -> bool:
+    return bool(block) and isinstance(block[-1], _LEAVING)
+
+
+def _always_sets(node: ast.stmt, sets: set[ast.stmt]) -> bool:
+    """Return whether a statement sets the name whenever it runs to its end."""
+    if isinstance(node, ast.If):
+        return all(
+            _leaves(block) or any(_always_sets(each, sets) for each in block)
+            for block in (node.body, node.orelse)
+        )
+    if isinstance(node, (ast.With, ast.AsyncWith)):
+        return node in sets or any(_always_sets(each, sets) for each in node.body)
+    return node in sets and not isinstance(node, LOOPS)

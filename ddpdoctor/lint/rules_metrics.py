@@ -1,0 +1,271 @@
+"""Rules on evaluations: metrics of one shard, and samples that count twice."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from ddpdoctor.core.finding import Severity
+from ddpdoctor.diagnose.source_files import last_name
+from ddpdoctor.lint.calls import has_unpacked, keyword, targets_of
+from ddpdoctor.lint.conditions import is_quiet, without_gradients
+from ddpdoctor.lint.loaders import is_loader, is_none, is_sampler, samplers_of
+from ddpdoctor.lint.loops import runs_backward
+from ddpdoctor.lint.program import Code, Program
+from ddpdoctor.lint.ranks import mentions_rank
+from ddpdoctor.lint.rules import LOADERS, TRAINERS, Hit, rule
+
+_ALL = TRAINERS | LOADERS
+
+
+@rule("DDP106", Severity.WARNING, moot=_ALL)
+def shard_not_reduced(code: Code) -> Iterator[Hit]:
+    """Find metrics of one shard that are used as if they covered the whole data set."""
+    for other, loop in _evaluations(code.program):
+        counted = _counted(other, loop)
+        function = other.function(loop)
+        if other is code:
+            hit = _used(code, function or code.tree, counted, loop.end_lineno or loop.lineno)
+            if hit is not None:
+                yield hit
+                continue
+        if function is None:
+            continue
+        for caller, call in code.program.callers(other, function):
+            names = _returned_to(caller, call, other, function, counted)
+            if caller is code and names:
+                hit = _used(code, code.function(call) or code.tree, names, call.lineno)
+                if hit is not None:
+                    yield hit
+                    break
+
+
+def _evaluations(program: Program) -> list[tuple[Code, ast.For]]:
+    """Return the loops that evaluate on one shard and reduce nothing in their rounds."""
+    if program.uses("torchmetrics", "gather_for_metrics", "DistributedMetric"):
+        return []
+    return program.once(
+        "evaluations",
+        lambda: [
+            (code, node)
+            for code in program.codes
+            for node in code.of(ast.For)
+            if _evaluates_shard(code, node)
+            and not any(
+                isinstance(each, ast.Call) and _reduces(code, each, known=True)
+                for each in code.within(node)
+            )
+        ],
+    )
+
+
+_REDUCES = re.compile(r"reduce|gather|sync(?!hronize$)|broadcast|aggregat|merge|average_", re.I)
+_PLAIN = frozenset(
+    ("numpy", "np", "torch", "sklearn", "scipy", "math", "logging", "wandb", "json", "os", "time")
+)
+"""Packages whose functions combine nothing over the ranks, except those of `_REDUCES`."""
+
+
+def _reduces(code: Code, call: ast.Call, depth: int = 2, known: bool = False) -> bool:
+    """Return whether a call may combine its arguments over the ranks.
+
+    Args:
+        code: The file.
+        call: The call.
+        depth: How far calls are followed.
+        known: Ignore functions of files that are not there.
+    """
+    name = last_name(call.func)
+    if _REDUCES.search(name):
+        return True
+    targets = code.program.targets(code, call)
+    if targets:
+        return depth > 0 and any(
+            isinstance(each, ast.Call) and _reduces(other, each, depth - 1, known=True)
+            for other, function in targets
+            for each in other.within(function)
+        )
+    if known:
+        return False
+    full = code.imports.get(name, "") if isinstance(call.func, ast.Name) else ""
+    return bool(full) and full.partition(".")[0] not in _PLAIN
+
+
+def _used(code: Code, block: ast.AST, names: set[str], line: int) -> Hit | None:
+    """Return where a block uses counts of one shard below a line, if nothing reduces them."""
+    below = [each for each in code.within(block) if getattr(each, "lineno", 0) > line]
+    names = _unreduced(code, below, names)
+    for each in below:
+        if (
+            isinstance(each, ast.BinOp)
+            and isinstance(each.op, ast.Div)
+            and _names_in(each.left) & names
+            and _is_length_of_data(each.right)
+        ):
+            return Hit(
+                each,
+                "a sum over this rank's shard is divided by the length of the whole data set, "
+                "and never reduced over the ranks",
+                "all_reduce the sum and the count, then divide.",
+            )
+        if isinstance(each, ast.Call) and _shows(code, each, names):
+            return Hit(
+                each,
+                "this shows what one rank counted over its shard as if it were of the whole "
+                "data set",
+                "all_reduce the sum and the count first.",
+            )
+    return None
+
+
+def _names_in(node: ast.AST) -> set[str]:
+    return {last_name(each) for each in ast.walk(node)} - {""}
+
+
+def _unreduced(code: Code, nodes: list[ast.AST], names: set[str]) -> set[str]:
+    """Return some names and those computed from them, without what is reduced or made of it."""
+    found = set(names)
+    made: list[tuple[set[str], set[str]]] = []
+    for each in nodes:
+        value = getattr(each, "value", None) if targets_of(each) else None
+        used = _names_in(value) & found if value is not None else set()
+        if used:
+            parts = [
+                part
+                for target in targets_of(each)
+                for part in (target.elts if isinstance(target, ast.Tuple) else [target])
+            ]
+            made.append(({last_name(part) for part in parts}, used))
+            found |= made[-1][0]
+    reduced = {
+        name
+        for each in nodes
+        if isinstance(each, ast.Call) and _reduces(code, each)
+        for name in _names_in(each) & found
+    }
+    for targets, used in reversed(made):
+        reduced |= used if targets & reduced else set()
+    for targets, used in made:
+        reduced |= targets if used & reduced else set()
+    return found - reduced - {""}
+
+
+def _returned_to(
+    caller: Code, call: ast.Call, code: Code, function: ast.AST, counted: set[str]
+) -> set[str]:
+    """Return the names to which a caller sets what a function counted."""
+    inside = code.within(function)
+    names = _unreduced(code, inside, counted)
+    statement = caller.statement(call)
+    if not isinstance(statement, ast.Assign) or statement.value is not call:
+        return set()
+    target = statement.targets[0]
+    found: set[str] = set()
+    for each in inside:
+        value = each.value if isinstance(each, ast.Return) else None
+        if isinstance(value, ast.Tuple) and isinstance(target, ast.Tuple):
+            pairs = zip(target.elts, value.elts, strict=False)
+            found |= {last_name(one) for one, part in pairs if _names_in(part) & names}
+        elif value is not None and _names_in(value) & names and not isinstance(target, ast.Tuple):
+            found.add(last_name(target))
+    return found - {"", "_"}
+
+
+_SHOWN = ("print", "info", "add_scalar", "write", "log", "log_metrics", "print_rank0")
+
+
+def _shows(code: Code, call: ast.Call, names: set[str]) -> bool:
+    """Return whether a call prints or logs some counts, and does not name the rank."""
+    if last_name(call.func) not in _SHOWN or mentions_rank(code, call):
+        return False
+    passed = {name for each in call.args for name in _names_in(each)}
+    return "rank" not in ast.unparse(call).lower() and bool(passed & names)
+
+
+_COMBINED = ("all_reduce", "reduce", "all_gather", "gather", "all_gather_object", "reduce_tensor")
+
+
+@rule("DDP107", Severity.INFO, moot=_ALL)
+def padded_evaluation(code: Code) -> Iterator[Hit]:
+    """Find evaluations whose samplers repeat samples, and whose metrics are reduced."""
+    if not code.program.uses(*_COMBINED) or code.program.uses("gather_for_metrics"):
+        return
+    for loop in code.of(ast.For):
+        if not _evaluates_shard(code, loop):
+            continue
+        for loader in code.origins(loop.iter):
+            samplers = (
+                samplers_of(loader.code, loader.node) if isinstance(loader.node, ast.Call) else []
+            )
+            for each in samplers:
+                call = each.node
+                if not isinstance(call, ast.Call) or not is_sampler(each) or each.code is not code:
+                    continue
+                if keyword(call, "drop_last", 5) is None and not has_unpacked(call):
+                    yield Hit(
+                        call,
+                        "this sampler repeats samples until all ranks have the same number, "
+                        "and the reduced metric counts them twice",
+                        "Cut off the repeated samples, or give each rank a Subset.",
+                    )
+
+
+def _evaluates_shard(code: Code, loop: ast.For) -> bool:
+    """Return whether a loop evaluates on this rank's shard of the data."""
+    quiet = any(
+        isinstance(each, ast.With) and is_quiet(each) for each in code.within(loop)
+    ) or without_gradients(code, loop)
+    if runs_backward(code, loop) or not quiet:
+        return False
+    if _gets_epochs(code, loop.iter):
+        return True
+    made = [each for each in code.origins(loop.iter) if is_loader(each)]
+    samplers = [
+        samplers_of(each.code, each.node) for each in made if isinstance(each.node, ast.Call)
+    ]
+    return bool(samplers) and all(
+        any(map(is_sampler, each)) and not any(map(is_none, each)) for each in samplers
+    )
+
+
+def _gets_epochs(code: Code, node: ast.expr) -> bool:
+    """Return whether ``set_epoch`` shows that a loader has a distributed sampler."""
+    names = {ast.dump(each) for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return any(
+        isinstance(call.func, ast.Attribute)
+        and isinstance(call.func.value, ast.Attribute)
+        and call.func.value.attr == "sampler"
+        and ast.dump(call.func.value.value) in names
+        for call in code.calls_by_name.get("set_epoch", ())
+        if code.function(call) is code.function(node)
+    )
+
+
+def _counted(code: Code, loop: ast.For) -> set[str]:
+    """Return the names that a loop adds up, collects in a list, or averages by a meter."""
+    found = set()
+    for each in code.within(loop):
+        if isinstance(each, ast.AugAssign) and isinstance(each.op, ast.Add):
+            target: ast.expr = each.target
+            while isinstance(target, ast.Subscript):
+                target = target.value
+            found.add(last_name(target))
+        elif isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute):
+            owner = each.func.value
+            meter = each.func.attr == "update" and any(
+                isinstance(made.node, ast.Call) and "AverageMeter" in last_name(made.node.func)
+                for made in code.origins(owner)
+            )
+            if each.func.attr in ("append", "extend") or meter:
+                found.add(last_name(owner))
+    return found - {""}
+
+
+def _is_length_of_data(node: ast.expr) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and last_name(node.func) == "len"
+        and len(node.args) == 1
+        and (last_name(node.args[0]) == "dataset" or "dataset" in last_name(node.args[0]).lower())
+    )
