@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ddpdoctor.supervise.processes import own_program
+from ddpdoctor.supervise import processes
 from ddpdoctor.system.proc import readable
 
 END_TIMEOUT = 15.0  # Seconds to send the end of the run
@@ -34,7 +35,7 @@ class Tracking:
         self._output = b""
         with open(directory / OUTPUT, "wb", buffering=0) as log:
             self._process = subprocess.Popen(
-                own_program("ddpdoctor.trackers.follow", str(directory), *targets),
+                processes.own_program("ddpdoctor.trackers.follow", str(directory), *targets),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -73,9 +74,11 @@ class Tracking:
             alive = self.poll()
         if alive:
             self._say(f"warning: --log-to: not all was sent within {END_TIMEOUT:g} s; ending it")
-        # Clients start helpers, which are in its session.
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, 9)
+            # Clients start helpers, some of them in a session of their own.
+            helpers = processes.Job("", frozenset({process.pid})).processes()
+            process.kill()
+            for each in helpers:
+                processes.send(each, signal.SIGKILL)
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
