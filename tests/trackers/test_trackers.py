@@ -18,7 +18,7 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.supervise.processes import Job
 from ddpdoctor.trackers import follow
-from ddpdoctor.trackers.base import open_tracker, text_of
+from ddpdoctor.trackers.base import file_name, open_tracker, text_of
 from ddpdoctor.trackers.follow import send_finished
 from tests.conftest import Doctor
 from tests.support.drawn_runs import write_run
@@ -246,6 +246,11 @@ def test_processes_of_a_tracker_are_not_of_the_job() -> None:
     finally:
         tracker.kill()
         tracker.communicate()
+
+
+def test_a_name_in_a_run_directory_leads_to_no_other_directory() -> None:
+    assert file_name("20261128-063119-426206") == "20261128-063119-426206"
+    assert file_name("x/../../home\0" + "y" * 300) == "x_.._.._home_" + "y" * 87
 
 
 def test_text_of_a_finding_has_no_control_characters() -> None:
