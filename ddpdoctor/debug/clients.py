@@ -162,6 +162,7 @@ AT_STEP = {EVALUATE: "evaluate_at_step", PROFILE: "profile_steps"}
 """The one request of a connection of `ddpdoctor eval` or `profile`, and what the rank is asked."""
 _ARGUMENTS = {EVALUATE: ("expression",), PROFILE: ("steps", "folder", "memory")}
 MAX_WAIT = 3600.0  # Seconds that it waits for its steps at most
+WRITE_TIMEOUT = 60.0  # Seconds for a rank to write its trace after its steps
 
 
 class RefusedError(Exception):
@@ -326,7 +327,7 @@ class Clients:
                 raise SilentError("has not started, or has ended")
             found = await slot.link.ask(
                 AT_STEP[command],
-                seconds + ANSWER_TIMEOUT,
+                seconds + (WRITE_TIMEOUT if command == PROFILE else ANSWER_TIMEOUT),
                 step=integer(wanted, "step"),
                 seconds=seconds,
                 rank=slot.rank,
