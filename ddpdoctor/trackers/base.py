@@ -51,7 +51,7 @@ def open_tracker(target: str, run: Snapshot) -> Tracker:
         module: Any = importlib.import_module(f"ddpdoctor.trackers.{name}")
     except ImportError as error:
         raise DoctorError(
-            f"--log-to {name} needs a package that cannot be imported: {error}",
+            f"{name} needs a package that cannot be imported: {error}",
             f"pip install 'ddpdoctor[{name}]'",
         ) from None
     return cast(Tracker, module.Client(place, run))
