@@ -224,6 +224,11 @@ def _limit_line(each: Judged) -> str:
     return f"passed: {change}"
 
 
+def _in_xml(text: str) -> str:
+    """Replace the characters that XML cannot hold."""
+    return shown(text).translate({0xFFFE: "?", 0xFFFF: "?"})
+
+
 def _write_junit(name: str, found: Comparison, judged: Sequence[Judged]) -> None:
     """Write each limit as a test case.
 
@@ -239,11 +244,11 @@ def _write_junit(name: str, found: Comparison, judged: Sequence[Judged]) -> None
     )
     for each in judged:
         case = ElementTree.SubElement(suite, "testcase", classname="ddpdoctor", name=each.name)
-        line = shown(_limit_line(each))
+        line = _in_xml(_limit_line(each))
         if each.unknown or each.exceeded:
             kind = "error" if each.unknown else "failure"
             ElementTree.SubElement(case, kind, message=line).text = "\n".join(
-                map(shown, _lines(found))
+                map(_in_xml, _lines(found))
             )
         else:
             ElementTree.SubElement(case, "system-out").text = line

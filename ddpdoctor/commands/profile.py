@@ -123,4 +123,7 @@ def _write(run: Run, folder: str, out: str) -> int:
     try:
         return chrome_trace.write_trace(out, snapshot, found, profiles, out.endswith(".gz"))
     except OSError as error:
-        raise DoctorError(f"cannot write {out}: {error.strerror}") from None
+        raise DoctorError(
+            f"cannot write {out}: {error.strerror}",
+            f"the ranks' own traces are in {run.path / PROFILES / folder}",
+        ) from None

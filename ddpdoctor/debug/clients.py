@@ -160,8 +160,9 @@ CHUNK_SIZE = 1 << 16
 EVALUATE, PROFILE = "ddpdoctor/evaluate", "ddpdoctor/profile"
 AT_STEP = {EVALUATE: "evaluate_at_step", PROFILE: "profile_steps"}
 """The one request of a connection of `ddpdoctor eval` or `profile`, and what the rank is asked."""
-_PASSED_ON = ("step", "expression", "steps", "folder", "memory")
+_ARGUMENTS = {EVALUATE: ("expression",), PROFILE: ("steps", "folder", "memory")}
 MAX_WAIT = 3600.0  # Seconds that it waits for its steps at most
+WRITE_TIMEOUT = 60.0  # Seconds for a rank to write its trace after its steps
 
 
 class RefusedError(Exception):
@@ -276,8 +277,8 @@ class Clients:
         data, requests = await asyncio.wait_for(first_message(reader), FIRST_MESSAGE_TIMEOUT)
         if not requests:
             return
-        if (action := AT_STEP.get(str(requests[0].get("command")))) is not None:
-            await self._at_step(slot, action, requests[0], writer)
+        if requests[0].get("command") in (EVALUATE, PROFILE):
+            await self._at_step(slot, requests[0], writer)
             return
         text, limit = SESSION_OVER, CLOSE_TIMEOUT
         tap.at_gate = not self._ranks.gate_open
@@ -314,21 +315,23 @@ class Clients:
             await asyncio.wait_for(refuse(text, requests, reader, writer), limit)
 
     async def _at_step(
-        self, slot: Slot, action: str, request: dap.Message, writer: asyncio.StreamWriter
+        self, slot: Slot, request: dap.Message, writer: asyncio.StreamWriter
     ) -> None:
         """Answer with what a rank has at the end of a step. No session is needed."""
-        wanted = request.get("arguments") or {}
+        command, wanted = str(request["command"]), request.get("arguments") or {}
         seconds = min(float(wanted["seconds"]), MAX_WAIT)
+        asked = {name: wanted[name] for name in _ARGUMENTS[command]}
         found: Message
         try:
             if slot.link is None:
                 raise SilentError("has not started, or has ended")
             found = await slot.link.ask(
-                action,
-                seconds + ANSWER_TIMEOUT,
+                AT_STEP[command],
+                seconds + (WRITE_TIMEOUT if command == PROFILE else ANSWER_TIMEOUT),
+                step=integer(wanted, "step"),
                 seconds=seconds,
                 rank=slot.rank,
-                **{name: wanted[name] for name in _PASSED_ON if name in wanted},
+                **asked,
             )
         except SilentError as error:
             found = {"trouble": str(error)}

@@ -199,10 +199,13 @@ class Session:
     def ask(self, command: str, **arguments: Any) -> dict[str, Any]:
         """Send a request, and return the body of the response.
 
+        The argument ``seconds`` is the time that the rank may take.
+
         Raises:
             DoctorError: The rank refuses, or the session has ended.
         """
-        return self._answer(command, self._send(command, arguments))
+        timeout = ANSWER_TIMEOUT + float(arguments.get("seconds", 0.0))
+        return self._answer(command, self._send(command, arguments), timeout)
 
     def _send(self, command: str, arguments: Mapping[str, Any]) -> int:
         with self._news:
@@ -212,12 +215,12 @@ class Session:
                 self._connection.sendall(dap.encode({**message, "arguments": dict(arguments)}))
             return self._asked
 
-    def _answer(self, command: str, number: int) -> dict[str, Any]:
+    def _answer(self, command: str, number: int, timeout: float = ANSWER_TIMEOUT) -> dict[str, Any]:
         with self._news:
-            self._news.wait_for(lambda: number in self._answers or self.over, ANSWER_TIMEOUT)
+            self._news.wait_for(lambda: number in self._answers or self.over, timeout)
             answer = self._answers.pop(number, None)
         if answer is None:
-            why = self.over or f"no answer to {command} within {ANSWER_TIMEOUT:.0f} s"
+            why = self.over or f"no answer to {command} within {timeout:.0f} s"
             raise DoctorError(why)
         if not answer.get("success"):
             raise DoctorError(str(answer.get("message") or f"{command} failed"))

@@ -69,7 +69,9 @@ def why_stopped(number: str, timeout: float) -> str:
         number: The job.
         timeout: Seconds for Slurm's controller to answer.
     """
-    facts = next(iter(_of_scontrol(number, timeout)), {})
+    # The number of an array's last task is that of the array, and Slurm shows all its tasks.
+    every = _of_scontrol(number, timeout)
+    facts = next((each for each in every if each.get("JobId") == number), {})
     state, reason = facts.get("JobState", ""), facts.get("Reason", "")
     if facts.get("PreemptTime", "None") != "None" or "PREEMPTED" in state:
         again = ", and starts it again" if facts.get("Requeue") == "1" else ""

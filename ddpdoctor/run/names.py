@@ -21,8 +21,9 @@ BUCKETS = "DDP's broadcast of the order of buckets"
 BEFORE_FORWARD = (BUFFERS, BUCKETS)
 
 VITALS = "vitals.jsonl"
-PROFILES = "profiles"  # Directory with a directory for each call of `ddpdoctor profile`
 """Memory of ranks and load of GPUs over time (`ddpdoctor.run.records.supervisor.VitalsRecord`)."""
+
+PROFILES = "profiles"  # Directory with a directory for each call of `ddpdoctor profile`
 
 CODE = "code.json"  # The code of the job (`ddpdoctor.run.code_version`)
 CONTROL = "control"  # The supervisor's socket for its ranks

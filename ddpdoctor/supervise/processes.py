@@ -44,12 +44,14 @@ class Job(NamedTuple):
         ancestors: Processes whose descendants all belong to the job.
         known: Processes that belong to the job, like their descendants.
         spared: Processes that do not belong to the job: the supervisor, the keepers.
+        helpers: Processes that do not belong to the job, like their descendants.
     """
 
     run_id: str
     ancestors: frozenset[int] = frozenset()
     known: frozenset[Process] = frozenset()
     spared: frozenset[int] = frozenset()
+    helpers: frozenset[int] = frozenset()
 
     def processes(self) -> list[Process]:
         """Return all live processes of the job."""
@@ -63,7 +65,11 @@ class Job(NamedTuple):
                 if (process.pid, process.started) in known or _is_marked(process.pid, self.run_id)
             }
             pids |= below(pids)
-        found = map(_read, pids - self.spared - self.ancestors - {os.getpid()})
+        spared = self.spared | self.ancestors | {os.getpid()}
+        if self.helpers:
+            # Listed last: a helper may just have started a process.
+            spared |= self.helpers | below(self.helpers)
+        found = map(_read, pids - spared)
         return [each for each in found if each is not None and each.state not in proc.ENDED]
 
 

@@ -433,10 +433,10 @@ class RunWatch:
         self.write(self._ranks.ended(descriptor))
 
     @property
-    def helpers(self) -> set[int]:
-        """Processes of ddpdoctor that are below the supervisor."""
+    def helpers(self) -> frozenset[int]:
+        """Processes of ddpdoctor that are below the supervisor. They may have children."""
         trackers = {self._tracking.pid} if self._tracking is not None else set()
-        return trackers | (self.nodes.pids if self.nodes is not None else set())
+        return frozenset(trackers | (self.nodes.pids if self.nodes is not None else set()))
 
     @property
     def _left_to_head(self) -> bool:

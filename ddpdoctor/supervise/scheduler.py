@@ -46,7 +46,7 @@ class Scheduler:
             self._thread.join(TIMEOUT)
         if self._is_asked and not self._why and self._pod:
             return (
-                f"Kubernetes ends pod {self._pod} (deleted, evicted or preempted; "
-                f"`kubectl describe pod {self._pod}` says which)"
+                f"`kubectl describe pod {self._pod}` says whether Kubernetes deleted, evicted or "
+                "preempted the pod"
             )
         return self._why

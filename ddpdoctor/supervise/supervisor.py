@@ -187,7 +187,8 @@ class Supervisor:
         return processes.Job(
             self._run_id,
             ancestors=self._keepers.parents | {os.getpid()},
-            spared=self._keepers.pids | self._watch.notifications.pids | self._watch.helpers,
+            spared=self._keepers.pids | self._watch.notifications.pids,
+            helpers=self._watch.helpers,
         )
 
     def _sweep(self) -> None:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ddpdoctor.core.commands import in_own_process
+from ddpdoctor.supervise import processes
 from ddpdoctor.system.proc import readable
 
 END_TIMEOUT = 15.0  # Seconds to send the end of the run
@@ -73,9 +75,11 @@ class Tracking:
             alive = self.poll()
         if alive:
             self._say(f"warning: --log-to: not all was sent within {END_TIMEOUT:g} s; ending it")
-        # Clients start helpers, which are in its session.
-        with contextlib.suppress(OSError):
-            os.killpg(process.pid, 9)
+            # Clients start helpers, some of them in a session of their own.
+            helpers = processes.Job("", frozenset({process.pid})).processes()
+            process.kill()
+            for each in helpers:
+                processes.send(each, signal.SIGKILL)
         process.wait()
         if process.stdout is not None:
             process.stdout.close()

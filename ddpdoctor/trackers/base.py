@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, cast
 
@@ -13,6 +14,7 @@ from ddpdoctor.top.snapshot import PHASES, Snapshot
 
 MAX_RANKS = 32  # Ranks with numbers of their own: the first ones
 MAX_TEXT = 8000  # Characters of a finding
+MAX_NAME = 100  # Characters of a file name
 
 
 class Tracker(Protocol):
@@ -49,7 +51,7 @@ def open_tracker(target: str, run: Snapshot) -> Tracker:
         module: Any = importlib.import_module(f"ddpdoctor.trackers.{name}")
     except ImportError as error:
         raise DoctorError(
-            f"--log-to {name} needs a package that cannot be imported: {error}",
+            f"{name} needs a package that cannot be imported: {error}",
             f"pip install 'ddpdoctor[{name}]'",
         ) from None
     return cast(Tracker, module.Client(place, run))
@@ -80,6 +82,11 @@ def numbers_of(snapshot: Snapshot) -> dict[str, float]:
 
 def _largest(values: Iterable[int | None]) -> int | None:
     return max((each for each in values if each is not None), default=None)
+
+
+def file_name(text: str) -> str:
+    """Return a name of a run or of a code without what leads to another directory."""
+    return re.sub(r"[^\w.-]", "_", text, flags=re.ASCII)[:MAX_NAME]
 
 
 def text_of(finding: Finding) -> str:

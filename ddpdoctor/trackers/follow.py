@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +21,8 @@ from ddpdoctor.top.snapshot import Snapshot
 from ddpdoctor.trackers.base import Tracker, numbers_of, open_tracker
 
 INTERVAL = 5.0  # Seconds between two frames of a live run
+CLOSE_TIMEOUT = 20.0
+"""Seconds to send the end of a run. A supervisor that still lives ends this process earlier."""
 
 
 class Sender:
@@ -106,19 +110,23 @@ def follow(path: Path, targets: Sequence[str], say: Callable[[str], None]) -> No
     senders = [Sender(each, say) for each in targets]
     threads: dict[Sender, threading.Thread] = {}
     with contextlib.closing(LiveSource(path, INTERVAL)) as source:
-        ended = False
-        while not ended:
-            ended = bool(select.select([0], [], [], INTERVAL)[0])
+        while not select.select([0], [], [], INTERVAL)[0]:
             frame = source.read(WANT_ALL)
             for sender in senders:
                 # One that is still busy gets the next frame.
                 if (thread := threads.get(sender)) is None or not thread.is_alive():
                     threads[sender] = _start(sender.send, frame)
-        for thread in threads.values():
-            thread.join()
         last = source.read(WANT_ALL)
-    for thread in [_start(sender.close, last) for sender in senders]:
-        thread.join()
+    deadline = time.monotonic() + CLOSE_TIMEOUT
+    for thread in [_start(partial(_close, each, threads.get(each)), last) for each in senders]:
+        thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def _close(sender: Sender, busy: threading.Thread | None, last: Snapshot) -> None:
+    """Close a tracker once it has sent its frame."""
+    if busy is not None:
+        busy.join()
+    sender.close(last)
 
 
 def _start(part: Callable[[Snapshot], None], frame: Snapshot) -> threading.Thread:
@@ -129,6 +137,9 @@ def _start(part: Callable[[Snapshot], None], frame: Snapshot) -> threading.Threa
 
 def main(words: Sequence[str]) -> None:
     """Follow a run: its directory and the targets. Lines for the user go to standard output."""
+    # Slurm may signal all processes of a job. The end of the run is yet to be sent.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
     # Whatever clients print goes to standard error, which is a file in the run directory.
     output = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -139,8 +150,8 @@ def main(words: Sequence[str]) -> None:
 
     try:
         follow(Path(words[0]), words[1:], say)
-    except (DoctorError, OSError) as error:
-        say(f"warning: --log-to: {error}")
+    except Exception as error:
+        say(f"warning: --log-to: {' '.join(str(error).split())[:500]}; nothing more is sent")
     sys.stderr.flush()
     # A client's thread that hangs must not delay the end.
     os._exit(0)

@@ -10,7 +10,7 @@ from mlflow.exceptions import MlflowException
 
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.top.snapshot import Snapshot
-from ddpdoctor.trackers.base import text_of
+from ddpdoctor.trackers.base import file_name, text_of
 
 EXPERIMENT = "ddpdoctor"
 _MAX_TAG = 5000  # Characters of a tag's value
@@ -46,8 +46,9 @@ class Client:
         """Set a tag, which the list of runs shows, and write the text as an artifact."""
         text = text_of(finding)
         self._client.set_tag(self._run, f"ddpdoctor.{finding.code}", text[:_MAX_TAG])
+        name = file_name(f"{finding.code}-{finding.id}")
         try:
-            self._client.log_text(self._run, text, f"ddpdoctor/{finding.code}-{finding.id}.txt")
+            self._client.log_text(self._run, text, f"ddpdoctor/{name}.txt")
         except (MlflowException, OSError):
             # The store of artifacts may be closed to this machine. The tag is there.
             return

@@ -11,7 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.top.snapshot import Snapshot
-from ddpdoctor.trackers.base import text_of
+from ddpdoctor.trackers.base import file_name, text_of
 
 
 class Client:
@@ -25,7 +25,7 @@ class Client:
     has_past = True
 
     def __init__(self, place: str, run: Snapshot) -> None:
-        folder = Path(place or "runs").absolute() / f"ddpdoctor-{run.run}"
+        folder = Path(place or "runs").absolute() / f"ddpdoctor-{file_name(run.run)}"
         self.place = f"tensorboard --logdir {folder.parent}"
         # Torch's default queue is written after two minutes.
         self._writer = SummaryWriter(os.fspath(folder), flush_secs=10)

@@ -24,12 +24,26 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 own = torch.profiler.profile() if "OWN" in os.environ else None
 if own is not None:
     own.start()
-step = 0
+
+def resident():
+    pages = int(open("/proc/self/statm").read().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") >> 20
+
+step, forked = 0, "FORK" not in os.environ
 while not os.path.exists("stop"):
     optimizer.zero_grad()
     model(torch.randn(4, 64)).mean().backward()
     done = torch.full((1,), float(os.path.exists("stop")))
     dist.all_reduce(done)
+    if not forked and torch.autograd._profiler_enabled():
+        forked = True
+        if (child := os.fork()) == 0:
+            value, before = torch.zeros(1), resident()
+            for _ in range(100_000):
+                value.add_(1)
+            print("grown by", resident() - before, flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
     optimizer.step()
     step += 1
     while "HOLD" in os.environ and step == 3 and not os.path.exists("stop"):
@@ -113,3 +127,26 @@ def test_a_job_that_profiles_itself_goes_on(doctor: Doctor) -> None:
     ended = end(doctor, live)
     ended.check_success()
     assert ended.stdout.count("ended True") == 2, "its own profiler is still on"
+
+
+@pytest.mark.slow
+def test_a_profile_that_takes_too_long_stops_with_a_step(doctor: Doctor) -> None:
+    live = start(doctor)
+    long = doctor.cli("profile", "--steps", "1000", "--within", "2", str(live.run_dir))
+    assert long.status == 1
+    assert "rank 1: did not end 1000 steps within 2 s\n" in long.stderr
+    again = doctor.cli("profile", "--steps", "2", "--out", "trace.json", str(live.run_dir))
+    assert again.status == 0, again.stderr
+    end(doctor, live).check_success()
+
+
+@pytest.mark.slow
+def test_a_child_of_a_profiled_rank_records_nothing(doctor: Doctor) -> None:
+    live = start(doctor, FORK="1")
+    done = doctor.cli("profile", "--out", "trace.json", str(live.run_dir))
+    assert done.status == 0, done.stderr
+    ended = end(doctor, live)
+    ended.check_success()
+    growths = [int(line.split()[-1]) for line in ended.stdout.splitlines() if "grown" in line]
+    assert len(growths) == 2
+    assert max(growths) < 20, "in MiB; a profiler would keep 1 KiB per operator"

@@ -197,6 +197,20 @@ def test_a_limit_that_cannot_be_judged_does_not_pass(
     assert raised.value.status == 3
 
 
+def test_a_junit_file_is_xml_whatever_the_command_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = write_run(
+        tmp_path / "before", slow=-1, manifest={"command": ["a\uffff", "\x1b\ud800"]}
+    )
+    monkeypatch.setitem(drawn_runs.USUAL, "forward", 152)
+    after = write_run(tmp_path / "after", slow=-1)
+    junit = tmp_path / "gate.xml"
+    words = [str(before), str(after), "--max-step-time", "+5%", "--junit", str(junit)]
+    assert compare.main(words) == 1
+    assert ElementTree.parse(junit).getroot().get("failures") == "1"
+
+
 @pytest.mark.parametrize(
     "words", [["only-one"], ["a", "b", "--max-step-time", "-5%"], ["a", "b", "--junit", "x"]]
 )

@@ -178,6 +178,12 @@ def test_why_slurm_asks_a_job_to_end(
     assert found.startswith(why) and bool(found) == bool(why)
 
 
+def test_why_slurm_asks_a_task_of_an_array_to_end(tools: Path, tmp_path: Path) -> None:
+    other = shown(tmp_path, "PENDING").replace("4711", "4712")
+    prints(tools, "scontrol", f"{other}\n{shown(tmp_path, 'NODE_FAIL')}")
+    assert slurm.why_stopped("4711", 10) == "Slurm ended job 4711 because a node failed"
+
+
 def test_a_controller_that_does_not_answer_in_time(tools: Path) -> None:
     (tools / "scontrol").write_text("#!/bin/sh\nexec sleep 20\n")
     assert slurm.why_stopped("4711", 0.2) == ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import os
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -14,8 +16,9 @@ import pytest
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.supervise.processes import Job
 from ddpdoctor.trackers import follow
-from ddpdoctor.trackers.base import open_tracker, text_of
+from ddpdoctor.trackers.base import file_name, open_tracker, text_of
 from ddpdoctor.trackers.follow import send_finished
 from tests.conftest import Doctor
 from tests.support.drawn_runs import write_run
@@ -200,6 +203,54 @@ def test_a_tracker_that_fails_is_tried_once(
     assert lines == [
         "warning: --log-to wandb: ConnectionError: refused by the server; nothing more is sent"
     ]
+
+
+def test_a_tracker_that_hangs_delays_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = threading.Event()
+
+    class Client:
+        has_past = False
+        place = "there"
+
+        def numbers(self, *_: object) -> None:
+            pass
+
+        finding = close = numbers
+
+    def connect(target: str, run: object) -> Any:
+        if target == "wandb":
+            held.wait()
+        return Client()
+
+    monkeypatch.setattr(follow, "open_tracker", connect)
+    monkeypatch.setattr(follow, "CLOSE_TIMEOUT", 3.0)
+    monkeypatch.setattr("select.select", lambda *_: ([0], [], []))
+    lines, say = said()
+    follow.follow(write_run(tmp_path / "run", 2, 20), ["wandb", "mlflow"], say)
+    assert lines == ["sent to mlflow: there"]
+    held.set()
+
+
+def test_processes_of_a_tracker_are_not_of_the_job() -> None:
+    tracker = subprocess.Popen(["sh", "-c", "sleep 60 & echo $!; wait"], stdout=subprocess.PIPE)
+    try:
+        assert tracker.stdout is not None
+        child = int(tracker.stdout.readline())
+        job = Job("none", ancestors=frozenset({os.getpid()}))
+        assert {tracker.pid, child} <= {each.pid for each in job.processes()}
+        spared = job._replace(helpers=frozenset({tracker.pid}))
+        assert not {tracker.pid, child} & {each.pid for each in spared.processes()}
+        os.kill(child, 9)
+    finally:
+        tracker.kill()
+        tracker.communicate()
+
+
+def test_a_name_in_a_run_directory_leads_to_no_other_directory() -> None:
+    assert file_name("20261128-063119-426206") == "20261128-063119-426206"
+    assert file_name("x/../../home\0" + "y" * 300) == "x_.._.._home_" + "y" * 87
 
 
 def test_text_of_a_finding_has_no_control_characters() -> None:

@@ -170,11 +170,12 @@ def _memory(before: Run, after: Run) -> Change:
 def _peaks(run: Run) -> tuple[int, int]:
     """Return the most bytes that a rank held on its GPU, and on the host. 0 if not known."""
     pages = [rank.status for rank in run.last if rank.status is not None]
+    restarts = {each.restart for each in run.last}
     samples = [
         rank
         for sample in read_vitals(run.path)
+        if sample.restart in restarts
         for rank in sample.ranks
-        if sample.restart in {each.restart for each in run.last}
     ]
     resident = [page.rss for page in pages]
     return (

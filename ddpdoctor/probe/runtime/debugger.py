@@ -290,6 +290,7 @@ def forget() -> None:
     global _attached
     if control.is_joined():
         control.forget()
+        profiling.forget()
         _attached = False
         if sys.breakpointhook is breakpointhook:
             sys.breakpointhook = _pythons

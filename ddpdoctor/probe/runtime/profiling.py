@@ -23,6 +23,7 @@ _POLL = 0.02  # Seconds
 _FOLDER = re.compile(r"[\w-]{1,64}")
 
 _current: _Profiling | None = None  # One at a time
+_is_tracing = False  # Whether our profiler may be on
 
 
 def profile(message: Message) -> object:
@@ -64,6 +65,20 @@ def _profiled(message: Message) -> Message:
         _current = None
 
 
+def forget() -> None:
+    """Record no operators in a forked child, which would keep them until it ends."""
+    global _current
+    _current = None
+    if _is_tracing:
+        _set_tracing(False)
+        torch_private.stop_recording(sys.modules["torch"])
+
+
+def _set_tracing(on: bool) -> None:
+    global _is_tracing
+    _is_tracing = on
+
+
 class _Trace:
     """A trace of torch.profiler."""
 
@@ -74,10 +89,12 @@ class _Trace:
         if torch_private.is_profiling(torch):
             raise RuntimeError("the job profiles itself now")
         self._profile = torch.profiler.profile()
+        _set_tracing(True)
         self._profile.start()
 
     def stop(self) -> None:
         self._profile.stop()
+        _set_tracing(False)
 
     def write(self, path: str) -> None:
         self._profile.export_chrome_trace(path)
@@ -119,13 +136,14 @@ class _Profiling:
         self._steps = steps
         self._lock = threading.Lock()
         self._is_withdrawn = False
+        self._is_stopped = False
         self._error = ""
         self._done = threading.Event()
 
     def wait(self, step: int, seconds: float) -> str:
         """Wait until the steps are over, so many seconds at most. Return why not, or "".
 
-        If they began and are not over, the profiler stops with the last of them.
+        If they began and are not over, the profiler stops with the step that runs now.
         """
         events.before_step(step, self._start, last=True)
         deadline = time.monotonic() + seconds
@@ -139,6 +157,8 @@ class _Profiling:
         with self._lock:
             self._is_withdrawn = True
             what = f"{self._steps} steps" if self.first else "a step"
+        if self.first:
+            events.before_step(0, self._stop)
         return f"did not end {what} within {seconds:g} s"
 
     def _start(self) -> None:
@@ -151,11 +171,16 @@ class _Profiling:
         try:
             self.tool.start()
         except Exception as error:
+            self._is_stopped = True
             self._end(str(error) or type(error).__name__)
             return
         events.before_step(self.first + self._steps, self._stop)
 
     def _stop(self) -> None:
+        """Stop the profiler, on the training thread, once. Never raise."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
         try:
             self.tool.stop()
         except Exception as error:

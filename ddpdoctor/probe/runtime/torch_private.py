@@ -369,6 +369,13 @@ def is_profiling(torch: Any) -> bool:
     return enabled is None or bool(enabled())
 
 
+def stop_recording(torch: Any) -> None:
+    """Let this thread record no operators: ``autograd._enable_record_function`` (1.9 to 2.15)."""
+    enable = getattr(torch.autograd, "_enable_record_function", None)
+    if enable is not None:
+        enable(False)
+
+
 def dtype_name(tensor: Any) -> str:
     """Return a tensor's dtype as ``float32``."""
     return str(tensor.dtype).removeprefix("torch.")
