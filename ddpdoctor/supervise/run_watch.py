@@ -327,7 +327,7 @@ class RunWatch:
                 chosen=self._command.own.run_dir,
             )
             self._watches["the link watch"] = LinkWatch(self.write)
-        if targets := self._command.own.log_to:
+        if (targets := self._command.own.log_to) and os.environ.get("SLURM_PROCID", "0") == "0":
             self._tracking = self._guarded(
                 _TRACKERS, Tracking, directory, targets, self._reporter.say
             )
