@@ -236,7 +236,8 @@ class DemoSource:
 @lru_cache(maxsize=1)
 def _template() -> Snapshot:
     """Read the constant parts of the job's frames, and the means of the others."""
-    return output.of_record(output.loads((Path(__file__).parent / "demo.json").read_bytes()))
+    path = Path(__file__).parent / "demo.json"
+    return output.of_record(output.loads(opening.contents(path, 1 << 20, links=True)))
 
 
 def at(age: float, now: float) -> Snapshot:

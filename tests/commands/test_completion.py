@@ -40,7 +40,8 @@ def test_every_option_has_its_value_and_its_text() -> None:
     assert known["--strict"] == Described(
         "--strict",
         "",
-        "Exit with status 3 if the job succeeded but an error-level finding remains.",
+        "Exit with status 3 if the job succeeded but an error-level finding remains, "
+        "or its code has an error.",
     )
     assert known["--wait-for-attach"].metavar == "[RANKS]"
 
