@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -12,10 +13,10 @@ from pathlib import Path
 
 from ddpdoctor.commands.stacks import is_of_job, print_stacks
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.formatting import duration, shown
-from ddpdoctor.core.job import DEFAULT_PORT
+from ddpdoctor.core.formatting import duration, json_text, shown
+from ddpdoctor.core.job import DEFAULT_PORT, LOOPBACK
 from ddpdoctor.core.opening import integer, relative_path, whose
-from ddpdoctor.core.options import DIRECTORY, PATH_MAP, Given, Parser, number, seconds
+from ddpdoctor.core.options import DIRECTORY, PATH_MAP, Given, Parser, number, seconds, text
 from ddpdoctor.debug import attach_points, vscode_configurations
 from ddpdoctor.debug.vscode_files import current_directory, find_workspace
 from ddpdoctor.run import rundir
@@ -28,6 +29,7 @@ PARSER = Parser(
 Usage: ddpdoctor attach [OPTIONS] [RUN]
        ddpdoctor attach [--for SECONDS] PID | --job
        ddpdoctor attach --debug PID
+       ddpdoctor attach --through COMMAND [--rank N] [RUN]
 
 Show where a debugger attaches to the ranks of your live runs, and what each
 rank does. RUN is a run's name or directory [default: all live runs, those of
@@ -49,6 +51,12 @@ Options:
                     Where the editor's folder LOCAL is in the job, for --write.
   --tunnel          For an editor on another machine: the ssh line that forwards
                     the ports, and with --write its local ends.
+  --through COMMAND For a node that only a command reaches, such as 'srun
+                    --overlap --jobid 4711 --nodelist node3' or 'ssh -J jump
+                    node3': forward a port of this machine to each rank there,
+                    or to rank N, until Ctrl-C. The same Python has to be there.
+  --stdio           The far end of --through: connect standard input and output
+                    to the debug port of --rank, or print the ranks.
   --rank N          Print the line that attaches Neovim (nvim-dap) to rank N.
   --debug PID       Load debugpy into a Python process that runs without
                     ddpdoctor, and hold a port for it until Ctrl-C. Python 3.14
@@ -61,6 +69,7 @@ Exit status: 0; 2 if there is no such run, rank or process.
         "--workspace": DIRECTORY,
         "--path-map": PATH_MAP,
         "--rank": number(),
+        "--through": text("a command that reaches the node"),
         "--debug": number(),
         "--for": seconds(),
     },
@@ -71,6 +80,10 @@ def main(words: Sequence[str]) -> int:
     """Show, write or print the attach points of live runs."""
     given = PARSER.read(words)
     name = PARSER.one_run(given)
+    if "--through" in given:
+        return _forward(name, given)
+    if "--stdio" in given:
+        return _connect(name, given)
     if "--debug" in given:
         return _inject(given.options["--debug"])
     if is_of_job(name, given):
@@ -163,6 +176,54 @@ def _write(runs: Sequence[Run], workspace: Path, given: Given) -> int:
                 print(f"ddpdoctor: {shown(line)}", file=sys.stderr)
     path = os.path.join(workspace, ".vscode", vscode_configurations.LAUNCH_FILE)
     _say(f"{'wrote' if changed else 'unchanged:'} {relative_path(path)}")
+    return 0
+
+
+def _forward(name: str | None, given: Given) -> int:
+    """Forward a port of this machine to each rank that a command reaches."""
+    from ddpdoctor.debug import bridge
+
+    words = [] if name is None else [name]
+    command = shlex.split(given.options["--through"])
+    command += [sys.executable, "-m", "ddpdoctor", "attach", "--stdio"]
+    ranks = [given.options["--rank"]] if "--rank" in given else bridge.ranks([*command, *words])
+    with contextlib.ExitStack() as stack:
+        listeners = {
+            rank: stack.enter_context(bridge.listen(DEFAULT_PORT + rank)) for rank in ranks
+        }
+        ports = {rank: each.getsockname()[1] for rank, each in listeners.items()}
+        if "--write" in given:
+            _write_points(ports, given)
+        for rank, port in ports.items():
+            print(f"rank {rank}: attach to {LOOPBACK}:{port}")
+        print("Ctrl-C ends it", flush=True)
+        bridge.serve(
+            {each: [*command, "--rank", str(rank), *words] for rank, each in listeners.items()}
+        )
+    return 0
+
+
+def _write_points(ports: dict[int, int], given: Given) -> None:
+    """Put the forwarded ports into launch.json."""
+    vscode_configurations.update_launch(
+        find_workspace(current_directory(), given.get("--workspace")),
+        [vscode_configurations.AttachPoint(rank, LOOPBACK, port) for rank, port in ports.items()],
+        mappings=[vscode_configurations.PathMapping(*pair) for pair in given.get("--path-map", ())],
+    )
+
+
+def _connect(name: str | None, given: Given) -> int:
+    """Connect standard input and output to a rank's debug port, or print the ranks."""
+    from ddpdoctor.debug import bridge
+    from ddpdoctor.debug.sessions import connect
+
+    run = attach_points.debugged_run(name)
+    if "--rank" not in given:
+        points = attach_points.points(run)
+        print(json_text([each.rank for each in points if not each.trouble and not each.node]))
+        return 0
+    with connect(run, given.options["--rank"]) as connection:
+        bridge.copy(connection, 0, 1)
     return 0
 
 

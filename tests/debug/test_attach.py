@@ -320,3 +320,35 @@ def test_findings_as_lines_for_a_problem_matcher(doctor: Doctor) -> None:
     assert found[0][pattern["severity"]] == "error"
     assert found[0][pattern["code"]] == "DDP901"
     assert "rank 1 raised ValueError" in found[0][pattern["message"]]
+
+
+@pytest.mark.slow
+def test_a_command_leads_to_ranks_that_nothing_else_reaches(
+    doctor: Doctor, two: Live, modules: Path
+) -> None:
+    """``env`` stands for ``srun --overlap`` or ``ssh -J``: it starts the far end."""
+    words = ["attach", "--through", "env", "--write", "--workspace", str(doctor.directory)]
+    (doctor.directory / ".vscode").mkdir(exist_ok=True)
+    forward = doctor.start(
+        sys.executable, "-m", "ddpdoctor", *words, str(two.run_dir), watch=False
+    )  # fmt: skip
+    ends = time.monotonic() + LIMIT
+    while "Ctrl-C" not in forward.out.read_text() and time.monotonic() < ends:
+        time.sleep(0.05)
+    ports = [
+        int(each) for each in re.findall(r"attach to 127.0.0.1:(\d+)", forward.out.read_text())
+    ]
+    assert len(ports) == 2, forward.err.read_text()
+    assert names(doctor.directory)[-2:] == ["rank 0 (ddpdoctor)", "rank 1 (ddpdoctor)"]
+    with DapClient(modules, ports[1], env=doctor.environment()) as client:
+        client.attach({})
+        thread = next(iter(client.threads()))
+        client.pause(thread)
+        frame = client.stack(client.wait_for_stop())[0]
+        assert client.evaluate("__import__('os').environ['RANK']", frame) == "'1'"
+        client.disconnect()
+    forward.process.send_signal(signal.SIGINT)
+    assert forward.process.wait(LIMIT) == 130
+    gone = doctor.cli("attach", "--through", "false", str(two.run_dir))
+    assert gone.status == 2
+    assert "false reaches no rank" in gone.stderr

@@ -111,6 +111,7 @@ def test_a_requeued_job(submitted: Submitted) -> None:
     doctor = [sys.executable, "-m", "ddpdoctor"]
     assert "train.py" in submitted.made.tool(*within, *doctor, "stacks")
     assert submitted.made.tool(*within, *doctor, "eval", "6 * 7") == "ranks 0-1: 42\n"
+    assert submitted.made.tool(*within, *doctor, "attach", "--stdio") == "[0, 1]\n"
     submitted.made.tool("scontrol", "requeue", submitted.number)
     log = submitted.wait_for("its end", SUMMARY)
     assert f"Slurm requeued job {submitted.number}" in log
