@@ -27,7 +27,8 @@ _WHO = "|".join(
         r"(?P<service>(?=\S*[\d_-])\w[\w.@-]*) +\| ?",  # docker compose
         r"(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}(?:\.\d+)? )?"
         r"(?P<host>[\w.-]+) (?P<unit>[\w./@-]+\[\d+\]): ",  # journald, syslog
-        r"\((?P<actor>[\w.:-]+ (?:\w+=\d+, )?pid=\d+(?:, ip=[\w.:-]+)?)\) ",  # Ray
+        r"\((?P<actor>(?:[\w.:-]+,? )?(?:\w+=\d+, )*pid=\d+(?:, ip=[\w.:-]+)?"
+        r"|Worker[\w -]{0,20})\) ",  # Ray, SkyPilot, vLLM
         # pdsh; urllib3.exceptions.MaxRetryError is no host, and train_2d.py neither.
         r"(?P<node>(?=[\w.-]*\d)(?![\w.-]*\.(?:[A-Z]|error: |py: ))[a-z][\w.-]*"
         r"|\d+\.\d+\.\d+\.\d+): ",
@@ -110,6 +111,7 @@ def split_line(text: str) -> Line:
         elif mark.lastgroup == "role" and who.startswith(TASK):
             who = f"{who}, local rank {whole(mark['role'])}"
         who = who or next((mark[name] for name in _NAMES if mark[name]), "")
+        who = re.sub("^pid=", "process ", who)
     if rank is None and "Rank " in text and (word := _RANK_WORD.search(text)) is not None:
         rank = whole(word[1])
     return Line(rank, False, text, who.removeprefix("slurmstepd-"))
@@ -158,6 +160,11 @@ _RECORD = re.compile(
 _ELEMENT = re.compile(r'\s*"((?:[^"\\]|\\.)*?)(?:\\n)?",?\s*$')
 """A line as an element of an array in JSON, as notebooks keep their output."""
 
+_REPORTED = re.compile(
+    r'\s*"message": "([\w.]+(?:Error|Exception|Interrupt)\b(?:[^"\\]|\\.)*)"?,?\s*$'
+)
+"""The exception in torch's report of one in JSON, which has a line for each key."""
+
 _FIRST = 100  # Texts read at each end of a line whose parts overwrote each other
 _REDRAWN = 5  # Times that a redrawn progress bar is read
 
@@ -188,7 +195,7 @@ _LIBRARY = re.compile(
 _SOURCE = re.compile(
     r"\[enforce fail at [^\]]*\][\s.]*|"
     r"\[/[^\]]*\.(?:cc|cpp|h):\d+\]\s*"
-    r"|(?<!\bto)(?<!\bto )\s*\[(?=[^\]]*[.:])[\da-fA-F.:]+\](?::\d+)?(?=[\s.:]|$)"
+    r"|(?<!\b(?:to|on))(?<!\b(?:to|on) )\s*\[(?=[^\]]*[.:])[\da-fA-F.:]+\](?::\d+)?(?=[\s.:]|$)"
     r"|\[?[IWEF](?:\d{3,4} [\d:.]+ (?:\d+ )?| )\S+\]\s*"
 )
 
@@ -240,6 +247,8 @@ def _unquoted(text: str) -> list[str]:
     """Return the lines in one: of a traceback in JSON or a ``repr``, and of joined lines."""
     if "py_callstack" not in text and (record := _RECORD.match(text)) is not None:
         text = record[1].replace('\\"', '"')
+    if (reported := _REPORTED.match(text)) is not None:
+        return reported[1].replace('\\"', '"').split("\\n")
     if (element := _ELEMENT.match(text)) is not None:
         text = element[1].replace('\\"', '"')
     if "\\n" in text and (HEAD in text or (_ITEMS.search(text) and _OF_LIST.search(text))):

@@ -144,7 +144,7 @@ def name_of(each: Occurrence) -> str:
 
 def corrected(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
     """Correct the occurrences of a whole log, in the order of its lines, by each other."""
-    found = _once(occurrences)
+    found = _without_teardown(_once(occurrences))
     _unnumber_nodes(found)
     _were_survived(found)
     return found
@@ -164,6 +164,16 @@ def _once(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
         each
         for each in occurrences
         if not each.traceback or each.rank is not None or (each.text, each.location) not in twice
+    ]
+
+
+def _without_teardown(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
+    """Drop the text of a C++ exception whose next lines say that a process group was destroyed."""
+    ends = {each.line for each in occurrences if name_of(each) == "nccl-torn-down"}
+    return [
+        each
+        for each in occurrences
+        if not (each.text.startswith("what()") and ends & {each.line + 1, each.line + 2})
     ]
 
 
