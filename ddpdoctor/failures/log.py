@@ -26,6 +26,7 @@ from ddpdoctor.failures.occurrences import (
     ENDED,
     LAST_WORDS,
     LAUNCHER,
+    REMARKS,
     STATUS,
     Occurrence,
     corrected,
@@ -98,8 +99,16 @@ _MEETING = re.compile(
 )
 """In the traceback of a launcher that fails itself, before it has started any rank."""
 
-_STATED = re.compile(r"(?:^|[\s:])(?:\w+\.)*[A-Z]\w+(?:Error|Exception): \S")
-"""An exception in a line of the job's own."""
+_STATED = re.compile(
+    r"\b[A-Z]\w*(?:Error|Exception)\b|^(?:[a-z]\w*\.)+(?:error|timeout): |\bError\(s\)"
+    r"|has failed to |Address already in use"
+)
+"""Words for a failure that count also where other lines without progress follow."""
+
+_RECOVERS = re.compile(
+    r"(?i)\bretr(?:y|ies)|\bfall(?:s|ing)? ?back|\bskip|\bignor|\binstead\b|\bdefault|\bcontinu"
+)
+"""What a job says that goes on after an error."""
 
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
 
@@ -240,6 +249,8 @@ class LogReader:
             if name_of(each) in ("launch", "deprecated-launcher") or self._is_followed(each):
                 break
             if _is_serious(each):
+                if any(_is_repeated(one, each) for one in found[:at]):
+                    break
                 ended = each.failure and likely(each, each.failure, Severity.WARNING)
                 found[at] = ended or replace(each, final=True)
                 break
@@ -270,14 +281,17 @@ class LogReader:
             for each in self._occurrences
             if name_of(each) == "port-taken"
         }
-        plain, offset = 0, self._offset
+        plain, steps, offset = 0, 0, self._offset
         for back, text in enumerate(reversed(list(self._past))):
             line, number = split_line(text), self._number - back - 1
             offset -= len(text.encode()) + 1
-            if number <= after or plain >= WENT_ON:
+            steps += is_step(line.text)
+            if number <= after or (plain >= WENT_ON and steps):
                 break
             if DONE.search(line.text):
                 return []
+            if plain >= WENT_ON and not _is_stated(line.text):
+                continue
             plain += is_plain(line.text) and WORDS.search(line.text) is not None
             if number in mentions:
                 plain = 0
@@ -576,10 +590,21 @@ def _named_later(found: Sequence[Occurrence]) -> set[int]:
     return later
 
 
+def _is_repeated(earlier: Occurrence, later: Occurrence) -> bool:
+    """Return whether the job survived a failure before, as other ranks do not print it later."""
+    apart = later.line - earlier.last >= REMARKS
+    return apart and shape_of(earlier.text) == shape_of(later.text)
+
+
+def _is_stated(text: str) -> bool:
+    """Return whether a line names an exception that the job does not say to handle."""
+    return _STATED.search(text) is not None and not _RECOVERS.search(text)
+
+
 def _is_serious(each: Occurrence) -> bool:
     """Return whether an occurrence may have ended its process, other than by Ctrl-C."""
-    stated = each.failure is not None and _STATED.search(each.text) is not None
-    serious = each.weight >= Weight.SYMPTOM or (each.weight == Weight.REMARK and stated)
+    stated = each.weight == Weight.REMARK and not _RECOVERS.search(each.text)
+    serious = each.weight >= Weight.CONSEQUENCE or stated
     survived = each.ignored or each.is_warning or each.warned
     return serious and not survived and not each.text.startswith("KeyboardInterrupt")
 

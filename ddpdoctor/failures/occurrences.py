@@ -44,7 +44,7 @@ ALIKE = 60  # Letters of two lines, without numbers, that are compared for simil
 _SURVIVED = 500
 """Lines between two similar exceptions that prove that the first one did not end the job."""
 
-_REMARKS = 20  # The same for lines that contain the word error
+REMARKS = 20  # The same for lines that contain the word error
 
 _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*")
 _AGENT = re.compile(r"torch[./]distributed[./](?:elastic|run|launch)\b|^torchrun: ")
@@ -188,7 +188,7 @@ def _were_survived(occurrences: Sequence[Occurrence]) -> None:
         key = each.failure, NUMBER.sub("", text)[:ALIKE]
         if not each.final:
             earlier.setdefault(key, each.line)
-        elif each.line - earlier.get(key, each.line) >= (_REMARKS if is_remark else _SURVIVED):
+        elif each.line - earlier.get(key, each.line) >= (REMARKS if is_remark else _SURVIVED):
             each.final = False
 
 

@@ -33,12 +33,23 @@ def stack(*frames: tuple[str, str, str]) -> str:
          "inconsistent 6 params.\n", "DDP707"),
         (HEAD + FRAME.format("/job/a.py", "fit", "step()") + "ValueError: bad sample\n", "DDP901"),
         ("caught in fit(): RuntimeError: bad sample\n", "DDP900"),
+        ("IndexError: bad sample\n", "DDP901"),
+        ("socket.timeout: timed out\n", "DDP900"),
+        ("fit: Error(s) in loading state_dict for Net:\n", "DDP900"),
     ],
 )  # fmt: skip
 def test_a_caught_failure_without_progress_after_it_is_reported(said: str, code: str) -> None:
     assert one(STEPS + said + DATA).code == code
+    assert one(STEPS + said + DATA + said + DATA).code == code
     after = findings(read("job.log", [(STEPS + said + DATA + STEPS).encode()]))
     assert all(each.severity == Severity.INFO for each in after)
+
+
+@pytest.mark.parametrize(
+    "line", ["cache: OSError: busy, retrying", "wandb: ConnectionError: offline, continuing"]
+)
+def test_what_a_job_says_to_handle_is_no_failure(line: str) -> None:
+    assert not findings(read("job.log", [f"{line}\n{DATA}".encode()]))
 
 
 def test_ranks_in_one_collective_are_told_apart_by_its_shapes() -> None:
