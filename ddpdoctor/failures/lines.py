@@ -111,9 +111,10 @@ def split_line(text: str) -> Line:
         elif mark.lastgroup == "role" and who.startswith(TASK):
             who = f"{who}, local rank {whole(mark['role'])}"
         who = who or next((mark[name] for name in _NAMES if mark[name]), "")
-        who = re.sub("^pid=", "process ", who)
     if rank is None and "Rank " in text and (word := _RANK_WORD.search(text)) is not None:
         rank = whole(word[1])
+    if who.startswith("pid="):
+        who = f"process {who[4:]}"
     return Line(rank, False, text, who.removeprefix("slurmstepd-"))
 
 

@@ -77,12 +77,15 @@ _ROOT = "Root Cause (first observed failure)"
 _UNSTARTED = re.compile(r", in (?:_initialize_workers|_find_and_load)$", re.MULTILINE)
 """In tracebacks of launchers without ranks, and of imports, whose stdout buffers nothing."""
 
-_NOTICED = next(each for each in TABLE if each.known.name == "child-failed")
+_NAMED = {each.known.name: each for each in TABLE}
+_NOTICED = _NAMED["child-failed"]
 """What a launcher's traceback says whose end is missing."""
 
-_PORT_IN_USE = next(each for each in TABLE if each.known.name == "port-in-use-logged")
-_PORT_HELD = replace(_PORT_IN_USE, known=_PORT_IN_USE.known._replace(name="port-taken"))
-"""What a warning about a port means with which a log ends."""
+_AT_LAST = {
+    fact: replace(_NAMED[name], known=_NAMED[name].known._replace(name=fact))
+    for fact, name in (("port-taken", "port-in-use-logged"), ("store-not-there", "store-connect"))
+}
+"""What warnings about a connection mean with which a log ends."""
 
 _ENDS_WITH = replace(
     ERROR_LINE,
@@ -277,9 +280,9 @@ class LogReader:
             if each.mention and each.failure
         }
         mentions |= {
-            each.line: likely(each, _PORT_HELD, Severity.WARNING)
+            each.line: likely(each, _AT_LAST[name_of(each)], Severity.WARNING)
             for each in self._occurrences
-            if name_of(each) == "port-taken"
+            if name_of(each) in _AT_LAST
         }
         plain, steps, offset = 0, 0, self._offset
         for back, text in enumerate(reversed(list(self._past))):

@@ -113,12 +113,20 @@ def test_a_file_that_is_refused_is_no_port() -> None:
     assert found.code == "DDP901"
 
 
+@pytest.mark.parametrize("errno", ["13] Permission denied", "38] Function not implemented"])
+def test_a_semaphore_that_is_not_allowed(errno: str) -> None:
+    made = (f"{LIB}/multiprocessing/synchronize.py", "__init__", "SemLock()")
+    text = HEAD + stack(("/job/a.py", "<module>", "main()"), made)
+    assert one(f"{text}OSError: [Errno {errno}\n").code == "DDP005"
+
+
 @pytest.mark.parametrize(
     ("frames", "code"),
     [
         ((f"{LIB}/multiprocessing/synchronize.py", "__init__", "SemLock()"), "DDP005"),
         ((f"{LIB}/site-packages/pandarallel/core.py", "closure", "pickle.dump()"), "DDP005"),
         ((f"{LIB}/site-packages/joblib/_memmapping_reducer.py", "f", "dump()"), "DDP005"),
+        ((f"{LIB}/site-packages/joblib/externals/loky/a.py", "f", "SemLock()"), "DDP005"),
         ((f"{LIB}/site-packages/joblib/memory.py", "f", "dump()"), "DDP935"),
     ],
 )
@@ -166,6 +174,15 @@ def test_warnings_about_a_port_that_end_a_log_are_its_cause() -> None:
     assert not findings(read("job.log", [(warned.format("bind to") + STEPS).encode()]))
 
 
+def test_a_store_that_refuses_until_a_log_ends_is_its_cause() -> None:
+    refused = "[W socket.cpp:601] [c10d] The client socket has failed to connect to [n1]:4711 "
+    refused += "(errno: 111 - Connection refused).\n"
+    found = one(3 * refused)
+    assert (found.code, found.severity) == ("DDP912", Severity.WARNING)
+    assert "at n1 port 4711" in found.message
+    assert not findings(read("job.log", [(refused + STEPS).encode()]))
+
+
 def test_the_exit_status_of_a_usage_error_is_explained() -> None:
     for line in ("exitcode  : 2 (pid: 7)", "[INFO] a.py exits with return code = 2"):
         assert (one(line).code, "argparse" in one(line).fix) == ("DDP905", True)
@@ -177,6 +194,7 @@ def test_the_exit_status_of_a_usage_error_is_explained() -> None:
         ("n1:7:7 [0] a.h:3 NCCL WARN Call to bind failed : Address already in use", "DDP921"),
         ("n1:7:7 [0] a.cc:9 NCCL WARN Call to listen failed : Address already in use",
          "DDP921"),
+        ("n1:7:7 [0] a.cc:9 NCCL WARN Call to accept failed : Too many open files", "DDP006"),
         ("  what():  thread: Resource temporarily unavailable", "DDP006"),
     ],
 )  # fmt: skip
