@@ -303,6 +303,8 @@ def margin_of(first: bytes) -> re.Pattern[bytes] | None:
 _MIN_WRAPPED = 3  # Minimum lines that a terminal broke, in a log that was copied from one
 _NARROWEST = 60  # Minimum columns of a terminal
 _MAX_WRAPPED = 20  # Maximum pieces of a line
+_PADDING = b"  "  # At the end of a line that a terminal filled up
+_GOES_ON = re.compile(rb"[a-z]|/\w|__\.py")  # The rest of a word or a path
 
 
 def unwrapped(data: bytes) -> bytes:
@@ -310,22 +312,27 @@ def unwrapped(data: bytes) -> bytes:
 
     As many empty lines follow a joined one as it had breaks, so that the lines keep their numbers.
     """
+    # Posts escape what Markdown would read.
+    data = data.replace(rb"frame \#", b"frame #")
     lines = data[: 2 * LONGEST].split(b"\n")
     width = max(map(len, lines))
     full = [
         (line, behind)
         for line, behind in pairwise(lines)
-        if len(line) == width and line[:1] not in b"|+-=*#" and behind[:1] not in (b"", b" ", b"[")
+        if len(line) == width
+        and not line.endswith(_PADDING)
+        and line[:1] not in b"|+-=*#"
+        and behind[:1] not in (b"", b" ", b"[")
     ]
     begin = {_ANY_NUMBER.sub("", line[:12].decode("utf-8", "replace")) for line, _ in full}
     # Of a log whose lines have equal lengths, none is followed by the rest of it.
     broken = sum(
-        line[-1:].isalnum() and behind[:1].islower() and len(behind) < width
+        line[-1:].isalnum() and _GOES_ON.match(behind) is not None and len(behind.rstrip()) < width
         for line, behind in full
     )
     if width < _NARROWEST or broken < _MIN_WRAPPED or len(begin) < _MIN_WRAPPED:
         return data
-    pattern = rb"(?m)^((?:[^\n|+=*-][^\n]{%d}\n){1,%d})([^\n]*)$" % (width - 1, _MAX_WRAPPED)
+    pattern = rb"(?m)^((?:[^\n|+=*-][^\n]{%d}(?<!  )\n){1,%d})([^\n]*)$" % (width - 1, _MAX_WRAPPED)
     return re.sub(pattern, _rejoined, data)
 
 
