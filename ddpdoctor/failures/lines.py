@@ -27,7 +27,8 @@ _WHO = "|".join(
         r"(?P<service>(?=\S*[\d_-])\w[\w.@-]*) +\| ?",  # docker compose
         r"(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}(?:\.\d+)? )?"
         r"(?P<host>[\w.-]+) (?P<unit>[\w./@-]+\[\d+\]): ",  # journald, syslog
-        r"\((?P<actor>[\w.:-]+ (?:\w+=\d+, )?pid=\d+(?:, ip=[\w.:-]+)?)\) ",  # Ray
+        r"\((?P<actor>(?:[\w.:-]+,? )?(?:\w+=\d+, )*pid=\d+(?:, ip=[\w.:-]+)?"
+        r"|Worker[\w -]{0,20})\) ",  # Ray, SkyPilot, vLLM
         # pdsh; urllib3.exceptions.MaxRetryError is no host, and train_2d.py neither.
         r"(?P<node>(?=[\w.-]*\d)(?![\w.-]*\.(?:[A-Z]|error: |py: ))[a-z][\w.-]*"
         r"|\d+\.\d+\.\d+\.\d+): ",
@@ -112,6 +113,8 @@ def split_line(text: str) -> Line:
         who = who or next((mark[name] for name in _NAMES if mark[name]), "")
     if rank is None and "Rank " in text and (word := _RANK_WORD.search(text)) is not None:
         rank = whole(word[1])
+    if who.startswith("pid="):
+        who = f"process {who[4:]}"
     return Line(rank, False, text, who.removeprefix("slurmstepd-"))
 
 
@@ -158,6 +161,11 @@ _RECORD = re.compile(
 _ELEMENT = re.compile(r'\s*"((?:[^"\\]|\\.)*?)(?:\\n)?",?\s*$')
 """A line as an element of an array in JSON, as notebooks keep their output."""
 
+_REPORTED = re.compile(
+    r'\s*"message": "([\w.]+(?:Error|Exception|Interrupt)\b(?:[^"\\]|\\.)*)"?,?\s*$'
+)
+"""The exception in torch's report of one in JSON, which has a line for each key."""
+
 _FIRST = 100  # Texts read at each end of a line whose parts overwrote each other
 _REDRAWN = 5  # Times that a redrawn progress bar is read
 
@@ -188,7 +196,7 @@ _LIBRARY = re.compile(
 _SOURCE = re.compile(
     r"\[enforce fail at [^\]]*\][\s.]*|"
     r"\[/[^\]]*\.(?:cc|cpp|h):\d+\]\s*"
-    r"|(?<!\bto)(?<!\bto )\s*\[(?=[^\]]*[.:])[\da-fA-F.:]+\](?::\d+)?(?=[\s.:]|$)"
+    r"|(?<!\b(?:to|on))(?<!\b(?:to|on) )\s*\[(?=[^\]]*[.:])[\da-fA-F.:]+\](?::\d+)?(?=[\s.:]|$)"
     r"|\[?[IWEF](?:\d{3,4} [\d:.]+ (?:\d+ )?| )\S+\]\s*"
 )
 
@@ -240,6 +248,8 @@ def _unquoted(text: str) -> list[str]:
     """Return the lines in one: of a traceback in JSON or a ``repr``, and of joined lines."""
     if "py_callstack" not in text and (record := _RECORD.match(text)) is not None:
         text = record[1].replace('\\"', '"')
+    if (reported := _REPORTED.match(text)) is not None:
+        return reported[1].replace('\\"', '"').split("\\n")
     if (element := _ELEMENT.match(text)) is not None:
         text = element[1].replace('\\"', '"')
     if "\\n" in text and (HEAD in text or (_ITEMS.search(text) and _OF_LIST.search(text))):
@@ -293,6 +303,8 @@ def margin_of(first: bytes) -> re.Pattern[bytes] | None:
 _MIN_WRAPPED = 3  # Minimum lines that a terminal broke, in a log that was copied from one
 _NARROWEST = 60  # Minimum columns of a terminal
 _MAX_WRAPPED = 20  # Maximum pieces of a line
+_PADDING = b"  "  # At the end of a line that a terminal filled up
+_GOES_ON = re.compile(rb"[a-z]|/\w|__\.py")  # The rest of a word or a path
 
 
 def unwrapped(data: bytes) -> bytes:
@@ -300,22 +312,27 @@ def unwrapped(data: bytes) -> bytes:
 
     As many empty lines follow a joined one as it had breaks, so that the lines keep their numbers.
     """
+    # Posts escape what Markdown would read.
+    data = data.replace(rb"frame \#", b"frame #")
     lines = data[: 2 * LONGEST].split(b"\n")
     width = max(map(len, lines))
     full = [
         (line, behind)
         for line, behind in pairwise(lines)
-        if len(line) == width and line[:1] not in b"|+-=*#" and behind[:1] not in (b"", b" ", b"[")
+        if len(line) == width
+        and not line.endswith(_PADDING)
+        and line[:1] not in b"|+-=*#"
+        and behind[:1] not in (b"", b" ", b"[")
     ]
     begin = {_ANY_NUMBER.sub("", line[:12].decode("utf-8", "replace")) for line, _ in full}
     # Of a log whose lines have equal lengths, none is followed by the rest of it.
     broken = sum(
-        line[-1:].isalnum() and behind[:1].islower() and len(behind) < width
+        line[-1:].isalnum() and _GOES_ON.match(behind) is not None and len(behind.rstrip()) < width
         for line, behind in full
     )
     if width < _NARROWEST or broken < _MIN_WRAPPED or len(begin) < _MIN_WRAPPED:
         return data
-    pattern = rb"(?m)^((?:[^\n|+=*-][^\n]{%d}\n){1,%d})([^\n]*)$" % (width - 1, _MAX_WRAPPED)
+    pattern = rb"(?m)^((?:[^\n|+=*-][^\n]{%d}(?<!  )\n){1,%d})([^\n]*)$" % (width - 1, _MAX_WRAPPED)
     return re.sub(pattern, _rejoined, data)
 
 

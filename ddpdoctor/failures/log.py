@@ -26,15 +26,18 @@ from ddpdoctor.failures.occurrences import (
     ENDED,
     LAST_WORDS,
     LAUNCHER,
+    REMARKS,
     STATUS,
     Occurrence,
     corrected,
     is_mention,
     likely,
+    name_of,
 )
 from ddpdoctor.failures.scan import AT_THE_END, Scan
 from ddpdoctor.failures.table import TABLE
 from ddpdoctor.failures.tracebacks import (
+    FRAME,
     SUMMARY_RANK,
     Printed,
     Tracebacks,
@@ -74,8 +77,15 @@ _ROOT = "Root Cause (first observed failure)"
 _UNSTARTED = re.compile(r", in (?:_initialize_workers|_find_and_load)$", re.MULTILINE)
 """In tracebacks of launchers without ranks, and of imports, whose stdout buffers nothing."""
 
-_NOTICED = next(each for each in TABLE if each.known.name == "child-failed")
+_NAMED = {each.known.name: each for each in TABLE}
+_NOTICED = _NAMED["child-failed"]
 """What a launcher's traceback says whose end is missing."""
+
+_AT_LAST = {
+    fact: replace(_NAMED[name], known=_NAMED[name].known._replace(name=fact))
+    for fact, name in (("port-taken", "port-in-use-logged"), ("store-not-there", "store-connect"))
+}
+"""What warnings about a connection mean with which a log ends."""
 
 _ENDS_WITH = replace(
     ERROR_LINE,
@@ -84,8 +94,24 @@ _ENDS_WITH = replace(
 )
 """What is said of a log that shows no known failure, but ends with words for one."""
 
-_SPAWNING = re.compile(r"[/\\]torch[/\\]multiprocessing[/\\]spawn")
-"""In the traceback of a process that waits for those that it spawned."""
+_SPAWNING = re.compile(r"[/\\]torch[/\\]multiprocessing[/\\]spawn\.py$")
+"""The innermost file of a process that waits for those that it spawned."""
+
+_MEETING = re.compile(
+    r", in (?:_?rendezvous|next_rendezvous|_create_\w*store|create_backend)$", re.M
+)
+"""In the traceback of a launcher that fails itself, before it has started any rank."""
+
+_STATED = re.compile(
+    r"\b[A-Z]\w*(?:Error|Exception)\b|^(?:[a-z]\w*\.)+(?:error|timeout): |\bError\(s\)"
+    r"|has failed to |Address already in use"
+)
+"""Words for a failure that count also where other lines without progress follow."""
+
+_RECOVERS = re.compile(
+    r"(?i)\bretr(?:y|ies)|\bfall(?:s|ing)? ?back|\bskip|\bignor|\binstead\b|\bdefault|\bcontinu"
+)
+"""What a job says that goes on after an error."""
 
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
 
@@ -192,7 +218,7 @@ class LogReader:
             for each in found
         )
         known = max((each.last for each in found if each.traceback), default=0)
-        return found if reported else [*found, *self._last_words(known)]
+        return found if reported else [*self._without_progress(found), *self._last_words(known)]
 
     def _cut_report(self) -> None:
         """Add the first failure of torchrun's report if the log is cut off before its status."""
@@ -215,6 +241,30 @@ class LogReader:
                 )
             )
 
+    def _without_progress(self, found: list[Occurrence]) -> list[Occurrence]:
+        """Take the last failure for the end of the job if no progress follows it.
+
+        A script that catches an exception prints the data that it failed on, which is no work.
+        """
+        if any((each.final or each.uncaught) and each.weight >= Weight.WRAPPER for each in found):
+            return found
+        for at, each in reversed([*enumerate(found)]):
+            if name_of(each) in ("launch", "deprecated-launcher") or self._is_followed(each):
+                break
+            if _is_serious(each):
+                if any(_is_repeated(one, each) for one in found[:at]):
+                    break
+                ended = each.failure and likely(each, each.failure, Severity.WARNING)
+                found[at] = ended or replace(each, final=True)
+                break
+        return found
+
+    def _is_followed(self, failure: Occurrence) -> bool:
+        """Return whether the log shows progress after a failure, or too many lines to tell."""
+        texts = [split_line(text).text for text in self._behind(failure)]
+        progress = any(is_step(text) or DONE.search(text) for text in texts)
+        return progress or failure.last + len(texts) + 1 < self._number
+
     def _last_words(self, after: int) -> list[Occurrence]:
         """Return the last lines that tell of a failure, unless the job goes on or was done.
 
@@ -229,14 +279,22 @@ class LogReader:
             for each in self._occurrences
             if each.mention and each.failure
         }
-        plain, offset = 0, self._offset
+        mentions |= {
+            each.line: likely(each, _AT_LAST[name_of(each)], Severity.WARNING)
+            for each in self._occurrences
+            if name_of(each) in _AT_LAST
+        }
+        plain, steps, offset = 0, 0, self._offset
         for back, text in enumerate(reversed(list(self._past))):
             line, number = split_line(text), self._number - back - 1
             offset -= len(text.encode()) + 1
-            if number <= after or plain >= WENT_ON:
+            steps += is_step(line.text)
+            if number <= after or (plain >= WENT_ON and steps):
                 break
             if DONE.search(line.text):
                 return []
+            if plain >= WENT_ON and not _is_stated(line.text):
+                continue
             plain += is_plain(line.text) and WORDS.search(line.text) is not None
             if number in mentions:
                 plain = 0
@@ -436,7 +494,7 @@ class LogReader:
         if not message and not printed.frames:
             return
         failure, groups = printed.known
-        if not message and (LAUNCHER.search(printed.text) or _SPAWNING.search(printed.text)):
+        if not message and _waits_for_ranks(printed.text):
             failure = _NOTICED
         self._add(
             Occurrence(
@@ -533,6 +591,34 @@ def _named_later(found: Sequence[Occurrence]) -> set[int]:
         elif each.failure is not None and each.failure.known.name == "launch":
             ranks.clear()
     return later
+
+
+def _is_repeated(earlier: Occurrence, later: Occurrence) -> bool:
+    """Return whether the job survived a failure before, as other ranks do not print it later."""
+    apart = later.line - earlier.last >= REMARKS
+    return apart and shape_of(earlier.text) == shape_of(later.text)
+
+
+def _is_stated(text: str) -> bool:
+    """Return whether a line names an exception that the job does not say to handle."""
+    return _STATED.search(text) is not None and not _RECOVERS.search(text)
+
+
+def _is_serious(each: Occurrence) -> bool:
+    """Return whether an occurrence may have ended its process, other than by Ctrl-C."""
+    stated = each.weight == Weight.REMARK and not _RECOVERS.search(each.text)
+    serious = each.weight >= Weight.CONSEQUENCE or stated
+    survived = each.ignored or each.is_warning or each.warned
+    return serious and not survived and not each.text.startswith("KeyboardInterrupt")
+
+
+def _waits_for_ranks(traceback: str) -> bool:
+    """Return whether a traceback is of a process that reports the failure of its ranks."""
+    if LAUNCHER.search(traceback):
+        return _MEETING.search(traceback) is None
+    frames = [*filter(None, map(FRAME.match, traceback.splitlines()))]
+    spawns = bool(frames) and _SPAWNING.search(frames[-1]["path"]) is not None
+    return spawns and frames[-1]["name"] != "_wrap"
 
 
 def _may_hold_back(occurrence: Occurrence) -> bool:

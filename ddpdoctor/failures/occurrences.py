@@ -44,7 +44,7 @@ ALIKE = 60  # Letters of two lines, without numbers, that are compared for simil
 _SURVIVED = 500
 """Lines between two similar exceptions that prove that the first one did not end the job."""
 
-_REMARKS = 20  # The same for lines that contain the word error
+REMARKS = 20  # The same for lines that contain the word error
 
 _REPEATED = re.compile(r" \[repeated \d+x across cluster\].*")
 _AGENT = re.compile(r"torch[./]distributed[./](?:elastic|run|launch)\b|^torchrun: ")
@@ -144,7 +144,7 @@ def name_of(each: Occurrence) -> str:
 
 def corrected(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
     """Correct the occurrences of a whole log, in the order of its lines, by each other."""
-    found = _once(occurrences)
+    found = _without_teardown(_once(occurrences))
     _unnumber_nodes(found)
     _were_survived(found)
     return found
@@ -167,6 +167,16 @@ def _once(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
     ]
 
 
+def _without_teardown(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
+    """Drop the text of a C++ exception whose next lines say that a process group was destroyed."""
+    ends = {each.line for each in occurrences if name_of(each) == "nccl-torn-down"}
+    return [
+        each
+        for each in occurrences
+        if not (each.text.startswith("what()") and ends & {each.line + 1, each.line + 2})
+    ]
+
+
 def _were_survived(occurrences: Sequence[Occurrence]) -> None:
     """Mark repetitions of an exception that the job survived long before as not final."""
     earlier: dict[tuple[Failure | None, str], int] = {}
@@ -178,7 +188,7 @@ def _were_survived(occurrences: Sequence[Occurrence]) -> None:
         key = each.failure, NUMBER.sub("", text)[:ALIKE]
         if not each.final:
             earlier.setdefault(key, each.line)
-        elif each.line - earlier.get(key, each.line) >= (_REMARKS if is_remark else _SURVIVED):
+        elif each.line - earlier.get(key, each.line) >= (REMARKS if is_remark else _SURVIVED):
             each.final = False
 
 

@@ -46,8 +46,11 @@ _FEW = 50  # Maximum number of new shapes in a block of a log that repeats itsel
 _NUMBERS = b"0123456789."
 
 
-AT_THE_END = ("left-behind", "store-barrier-waits", "lightning-member", "loss-scale-falls")
-"""Entries of little weight that count only if nothing follows."""
+AT_THE_END = (
+    "left-behind", "store-barrier-waits", "lightning-member", "loss-scale-falls",
+    "semaphores-refused",
+)  # fmt: skip
+"""Entries that are found at both ends of a log only, and count only if nothing follows."""
 
 
 def _anchors() -> tuple[bytes, ...]:

@@ -348,8 +348,9 @@ _MAX_OPEN = 64  # Maximum number of open tracebacks with equal prefixes
 _STALE = 200  # Lines of others after which a traceback is closed
 
 _RAISED = re.compile(
-    r"^(?:(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?:: |:?$|:(?=[A-Z]))"
-    r"|nccl[A-Z]\w+Error: )"
+    r"^(?:(?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt)(?:\([\w.]+\))?"
+    r"(?:: |:?$|:(?=[A-Z]))"
+    r"|nccl[A-Z]\w+Error: |(?:[a-z]\w*\.)+(?:error|gaierror|herror|timeout): \S)"
 )
 """The line of an exception without its traceback."""
 

@@ -219,7 +219,7 @@ def found_in(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]
 
 def _lesser(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]:
     """Return what a run without a cause says of its end, as `found_in` does."""
-    lost = _lost(occurrences)
+    lost = _not_of_wrappers(_lost(occurrences), occurrences)
     unsure = [each for each in occurrences if _is_unsure(each) and not (each.mention and lost)]
     if unsure:
         return _ordered(unsure)[-1:], False
@@ -233,6 +233,17 @@ def _lesser(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]:
     wrappers = [each for each in occurrences if each.weight == Weight.WRAPPER]
     remarks = [each for each in occurrences if each.weight == Weight.REMARK and each.final]
     return _wrappers_ordered(wrappers) or remarks, False
+
+
+def _not_of_wrappers(cut: list[Occurrence], occurrences: Sequence[Occurrence]) -> list[Occurrence]:
+    """Return exceptions without their messages, unless a command that failed explains them.
+
+    A program that starts a launcher raises an exception after it, too.
+    """
+    failed = [e for e in occurrences if name_of(e) == "process-failed" and e.traceback]
+    if any(each.text or each.rank is not None for each in cut) or not failed:
+        return cut
+    return [e for e in cut if e.source != failed[0].source or e.order < failed[0].order]
 
 
 def _without_types(
@@ -740,7 +751,7 @@ def _unsubmitted(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]
 def _taken(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
     """Yield the line that names the port which another process holds."""
     if first.failure is not None and first.failure.code == "DDP002":
-        taken = (each for each in all_ if name_of(each) == "port-taken")
+        taken = (e for e in all_ if name_of(e) == "port-taken" and e.order < first.order)
         yield from (f"before: {_printed(each)}" for each in islice(taken, 1))
 
 

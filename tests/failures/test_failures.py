@@ -17,6 +17,7 @@ import pytest
 
 from ddpdoctor.commands import report
 from ddpdoctor.core.finding import Finding
+from ddpdoctor.failures import table
 from ddpdoctor.failures.entry import Failure, Known, Weight
 from ddpdoctor.failures.lines import clean, rank_of_file, split_line, time_of
 from ddpdoctor.failures.log import read
@@ -62,6 +63,14 @@ def test_an_entry_is_seen_in_its_examples_and_no_other_is(name: str, example: st
         for each in read("job.log", [example.encode() + b"\n"])
     ]
     assert set(seen) == {name}
+
+
+def test_no_two_entries_have_one_name() -> None:
+    files = Path(table.__file__).parent.glob("*.toml")
+    names = [
+        name for each in files for name in re.findall(r'(?m)^name = "(.+)"$', each.read_text())
+    ]
+    assert len(names) == len({*names})
 
 
 def test_every_entry_has_an_example() -> None:

@@ -89,6 +89,15 @@ def test_joined_lines_keep_their_numbers() -> None:
     assert "Traceback" in POSTED["wrapped"](text).split("\n")[number - 1]
 
 
+def test_lines_that_a_terminal_filled_up_are_not_joined() -> None:
+    words = ("alpha", "gamma", "delta", "kappa")
+    lines = [f"{each} is a line whose text is longer than a terminal is widened" for each in words]
+    pieces = [piece.ljust(60) for each in lines for piece in (each[:60], each[60:])]
+    posted = "\n".join([*pieces, "done".ljust(60), "frame \\#5: clone"])
+    joined = [line.rstrip() for line in unwrapped(posted.encode()).decode().split("\n")]
+    assert [line for line in joined if line] == [*lines, "done", "frame #5: clone"]
+
+
 def test_lines_of_equal_length_were_not_broken_by_a_terminal() -> None:
     steps = "".join(f"{name} step {n:04} {'x' * 70} loss\n" for n in range(9) for name in "abc")
     assert unwrapped(steps.encode()) == steps.encode()

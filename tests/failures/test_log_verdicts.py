@@ -592,7 +592,7 @@ def test_ranks_in_different_collectives_are_named() -> None:
         f"OpType=ALLGATHER, TensorShape=[1]), but Rank 0 {print_}=3OpType=BARRIER)."
     )
     assert found.code == "DDP803"
-    assert found.message.endswith(": rank 2 in ALLGATHER #7, rank 0 in BARRIER #3")
+    assert found.message.endswith(": rank 2 in ALLGATHER #7 of shape 1, rank 0 in BARRIER #3")
 
 
 def test_horovod_lists_the_ranks_that_others_wait_for() -> None:
