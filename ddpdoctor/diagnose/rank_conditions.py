@@ -178,6 +178,11 @@ def runs_on_one_rank(decorator: ast.expr) -> bool:
     return _ON_ONE.match(name) is not None
 
 
+def says_condition(name: str) -> bool:
+    """Return whether the name of a function says that it is true on one rank only."""
+    return _CONDITION.search(name) is not None and "rank" not in name.lower()
+
+
 def _without_len(test: ast.expr) -> Iterator[ast.AST]:
     """Yield the nodes of a condition except arguments of ``len``."""
     yield test

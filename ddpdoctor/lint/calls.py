@@ -77,3 +77,17 @@ def targets_of(node: ast.AST) -> list[ast.expr]:
     if isinstance(node, ast.Assign):
         return node.targets
     return [node.target] if isinstance(node, (ast.AnnAssign, ast.AugAssign)) else []
+
+
+def is_below_a_number(test: ast.expr) -> bool:
+    """Return whether a rank is compared with a variable: ``rank < num_gpus`` may hold on all."""
+    if isinstance(test, ast.UnaryOp):
+        return is_below_a_number(test.operand)
+    if not isinstance(test, ast.Compare):
+        return False
+    other = test.comparators[0]
+    if isinstance(test.ops[0], (ast.In, ast.NotIn)):
+        return isinstance(other, ast.Call) and last_name(other.func) == "range"
+    named = (ast.Name, ast.Attribute, ast.Call)
+    ordered = isinstance(test.ops[0], (ast.Lt, ast.LtE, ast.Gt, ast.GtE))
+    return ordered and isinstance(test.left, named) and isinstance(other, named)

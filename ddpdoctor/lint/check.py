@@ -19,6 +19,7 @@ from ddpdoctor.lint import launch_files
 from ddpdoctor.lint.files import SourceFile
 from ddpdoctor.lint.fixes import FIXES, Edit
 from ddpdoctor.lint.program import Code, Program, programs
+from ddpdoctor.lint.reach import Reach
 from ddpdoctor.lint.rules import LINT_RULES, Hit, LintRule
 
 UNREADABLE = "DDP016"
@@ -184,6 +185,7 @@ def _of_program(
                     (hit.node, _problem(code, rule, hit))
                     for hit in rule.find(code)
                     if not _is_silenced(code, hit.node, rule.code)
+                    and _is_run(program, code, rule.code, hit.node)
                 ]
             except RecursionError:
                 # Code that is nested a thousand levels deep.
@@ -195,6 +197,18 @@ def _of_program(
                 if (rule.code, node) not in seen:
                     seen.add((rule.code, node))
                     yield problem
+
+
+_OF_STARTS = re.compile(r"DDP2(?!03|04)")
+"""Codes of rules on how ranks are started."""
+
+
+def _is_run(program: Program, code: Code, of: str, node: ast.AST) -> bool:
+    """Return whether ranks run a node, or the process that starts them, if the rule is on that."""
+    reach = program.once("reach", lambda: Reach(program))
+    return reach.runs(code, node) and (
+        _OF_STARTS.match(of) is not None or not reach.only_starts(code, node)
+    )
 
 
 def _problem(code: Code, rule: LintRule, hit: Hit) -> Problem:

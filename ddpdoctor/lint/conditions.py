@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from ddpdoctor.diagnose.rank_conditions import by_rank_alone, runs_on_one_rank
 from ddpdoctor.diagnose.source_files import FUNCTIONS, last_name
-from ddpdoctor.lint.calls import argument_of, calls_in, has_unpacked, parameters_of
+from ddpdoctor.lint.calls import argument_of, calls_in, has_unpacked, keyword, parameters_of
 from ddpdoctor.lint.program import Code
 
 _COMPARISONS = frozenset(("main", "master", "chief", "primary", "verbose", "gpu", "device", "root"))
@@ -23,8 +23,16 @@ def guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:
         return []
     known = code.guards.get(node)
     if known is None:
-        known = code.guards[node] = _guards(code, node)
+        groups = code.program.once(f"groups of {code.file.path}", lambda: _groups(code))
+        found = [each for each in _guards(code, node) if each not in groups]
+        known = code.guards[node] = found
     return known
+
+
+def _groups(code: Code) -> list[tuple[ast.AST, bool]]:
+    """Return the conditions under which models are wrapped for a group of the ranks there."""
+    wraps = [each for each in code.wraps if keyword(each, "process_group") is not None]
+    return [guard for each in wraps for guard in _guards(code, each)]
 
 
 def _guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:
@@ -131,12 +139,42 @@ def _seems_guarded(code: Code, node: ast.AST) -> bool:
             parts = {part for word in words for part in word.split("_")}
             if parts & _COMPARISONS or any("rank" in word for word in words):
                 return True
+            if inner in each.body and _is_from_one_rank(code, each.test):
+                return True
         if isinstance(each, FUNCTIONS):
             name = each.name.lower()
             return any(
                 word in name for word in ("master", "main_process", "rank0", "rank_zero", "rank_0")
             )
         inner = each
+    return False
+
+
+_FILLS = frozenset(("append", "extend", "add", "insert", "update", "put"))
+
+
+def _is_from_one_rank(code: Code, test: ast.expr) -> bool:
+    """Return whether a condition asks for data that only some ranks fill or set."""
+    for each in ast.walk(test):
+        if not isinstance(each, (ast.Name, ast.Attribute, ast.Subscript)):
+            continue
+        text = ast.unparse(each)
+        made: list[ast.AST] = [
+            call
+            for name in _FILLS
+            for call in code.calls_by_name.get(name, ())
+            if isinstance(call.func, ast.Attribute)
+            and last_name(call.func.value) == last_name(each)
+            and ast.unparse(call.func.value) == text
+        ]
+        if isinstance(each, ast.Name):
+            made += [
+                item.node
+                for _, item in code.values(each)
+                if not isinstance(item.value, ast.Constant)
+            ]
+        if made and all(guards(code, one) for one in made):
+            return True
     return False
 
 

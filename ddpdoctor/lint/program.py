@@ -16,11 +16,24 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from ddpdoctor.diagnose.rank_conditions import Words, discerns, runs_on_one_rank, words_of
+from ddpdoctor.diagnose.rank_conditions import (
+    Words,
+    discerns,
+    runs_on_one_rank,
+    says_condition,
+    words_of,
+)
 from ddpdoctor.diagnose.source_files import FUNCTIONS, LOOPS, Loop, last_name
-from ddpdoctor.lint.calls import argument_of, default_of, parameters_of, targets_of
+from ddpdoctor.lint.calls import (
+    argument_of,
+    default_of,
+    is_below_a_number,
+    parameters_of,
+    targets_of,
+)
 from ddpdoctor.lint.files import SourceFile
 from ddpdoctor.lint.flow import reaching
+from ddpdoctor.lint.names import WRAPPER
 
 T = TypeVar("T")
 _FUNCTIONS = (*FUNCTIONS, ast.Lambda)
@@ -136,6 +149,7 @@ class Code:
     _by_type: dict[type, list[Any]] = field(default_factory=lambda: defaultdict(list), repr=False)
     _children: dict[ast.AST, list[ast.AST]] = field(default_factory=dict, repr=False)
     _inside: dict[ast.AST, list[ast.AST]] = field(default_factory=dict, repr=False)
+    _mentioned: dict[ast.AST, set[str]] = field(default_factory=dict, repr=False)
     _discerned: dict[ast.expr, bool] = field(default_factory=dict, repr=False)
     _calls_of: dict[str, list[ast.Call]] = field(default_factory=dict, repr=False)
     _set: dict[tuple[ast.AST, str], list[Item]] = field(default_factory=lambda: defaultdict(list))
@@ -278,6 +292,19 @@ class Code:
         calls = (each for each in self.within(node) if isinstance(each, ast.Call))
         return [each for each in calls if last_name(each.func) == name]
 
+    def mentioned(self, block: ast.AST) -> set[str]:
+        """Return the names and texts in a block, as the files of its imports define them."""
+        known = self._mentioned.get(block)
+        if known is None:
+            names = {
+                str(each.value) if isinstance(each, ast.Constant) else last_name(each)
+                for each in ast.walk(block)
+                if isinstance(each, (ast.Name, ast.Attribute, ast.Constant))
+            }
+            known = {self.imports.get(name, name).rpartition(".")[2] for name in names}
+            self._mentioned[block] = known
+        return known
+
     def binds(self, scope: ast.AST, name: str) -> bool:
         """Return whether a function or module sets a name itself."""
         return (scope, name) in self._set
@@ -405,6 +432,7 @@ class Code:
                 and each.args
                 and isinstance(each.func, ast.Name)
                 and each.func.id in self.functions
+                and not says_condition(each.func.id)
                 for each in ast.walk(test)
             )
             known = self._discerned[test] = not made and self._differs(test)
@@ -413,7 +441,7 @@ class Code:
     def _differs(self, test: ast.expr) -> bool:
         """Return whether a condition differs between ranks by one of its parts."""
         if not isinstance(test, ast.BoolOp):
-            return discerns(test, self.words)
+            return discerns(test, self.words) and not is_below_a_number(test)
         if isinstance(test.op, ast.Or) and not all(map(self._is_of_job, test.values)):
             # The other part may be true on all ranks.
             return False
@@ -491,6 +519,14 @@ class Code:
         elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
             for each in self._attributes.get(f"[{node.slice.value!s}]", ()):
                 yield self, each
+
+    def sets(self, node: ast.expr) -> list[Item]:
+        """Return what this file sets a name or an attribute to, without what calls pass."""
+        if isinstance(node, ast.Attribute):
+            return self._attributes.get(node.attr, [])
+        name = last_name(node)
+        known = (self._set.get((each, name), []) for each in self._visible(node))
+        return next(filter(None, known), [])
 
     def _seen_by(
         self, read: ast.Name, scope: ast.AST, known: Sequence[Item]
@@ -667,8 +703,12 @@ def programs(files: Iterable[SourceFile]) -> Iterator[Program]:
     A file belongs to each program that imports it. `Code.program` is the one that was yielded last.
     """
     codes = [Code(each, each.tree) for each in files if each.tree is not None]
-    everything = Program(codes, Modules(codes))
+    modules = Modules(codes)
+    everything = Program(codes, modules)
     imports = _imports(everything)
+    for code, several in imports.items():
+        for other in several:
+            modules.importers[other].append(code)
     imported = {other for code in codes for other in imports[code] if other is not code}
     met: set[Code] = set()
     plain: list[list[Code]] = []
@@ -704,6 +744,7 @@ class Modules:
     """The files by the names under which others may import them."""
 
     def __init__(self, codes: Iterable[Code]) -> None:
+        self.importers: dict[Code, list[Code]] = defaultdict(list)
         self._named: dict[str, list[Code]] = defaultdict(list)
         self._found: dict[tuple[str, str], Code | None] = {}
         for code in codes:
@@ -818,13 +859,31 @@ class Program:
         if last_name(value) == "self" or is_super:
             return self._methods(code, call, name, is_super)
         # A method with a name that only one class of the program has.
-        methods_of_all = [
+        methods = [
             (each, one)
             for each in self.codes
             for one in each.functions.get(name, ())
             if each.is_method(one)
         ]
-        return methods_of_all if len(methods_of_all) == 1 and name not in _COMMON_METHODS else []
+        if len(methods) != 1 or name in _COMMON_METHODS:
+            return []
+        return methods if name not in WRAPPER or self._is_made(code, value, *methods[0]) else []
+
+    def _is_made(self, code: Code, value: ast.expr, other: Code, method: ast.AST) -> bool:
+        """Return whether an object is made of a method's class, or named like it.
+
+        Modules have methods of the same name.
+        """
+        owner = other.parents[method]
+        assert isinstance(owner, ast.ClassDef)
+        items = code.sets(value)
+        made = {last_name(each.value.func) for each in items if isinstance(each.value, ast.Call)}
+        name = last_name(value).replace("_", "").lower()
+        return (bool(name) and not items and name in owner.name.lower()) or any(
+            (other, owner) in self.family(each, each.classes[one])
+            for each in self.codes
+            for one in made & each.classes.keys()
+        )
 
     def _methods(
         self, code: Code, call: ast.Call, name: str, is_super: bool
@@ -904,6 +963,11 @@ class Program:
         """Return whether a call may be of some functions, or of a function of the program."""
         name = last_name(call.func)
         return name in names or name in self._defined
+
+    def is_named_elsewhere(self, code: Code, name: str) -> bool:
+        """Return whether a file of another program imports a file and mentions a name of it."""
+        importers = self._modules.importers.get(code, ())
+        return any(name in each.names and each not in self.codes for each in importers)
 
     @cached_property
     def _defined(self) -> frozenset[str]:

@@ -105,7 +105,10 @@ _PUBLISHED = ("imagenet", "initmodel", "zoo", "torchvision")
 
 def _is_checkpoint(code: Code, call: ast.Call) -> bool:
     """Return whether a path's name shows that a job resumes from it."""
-    words = (last_name(one).lower() for each in call.args[:1] for one in ast.walk(each))
+    parts = [one for each in call.args[:1] for one in ast.walk(each)]
+    keys = [one.slice for one in parts if isinstance(one, ast.Subscript)]
+    words = [last_name(one).lower() for one in parts]
+    words += [str(one.value).lower() for one in keys if isinstance(one, ast.Constant)]
     return any(word.startswith(("resume", "snapshot", "ckpt", "checkpoint")) for word in words)
 
 

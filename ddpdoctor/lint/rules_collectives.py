@@ -8,11 +8,12 @@ from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.diagnose.rank_conditions import allowed
-from ddpdoctor.diagnose.source_files import FUNCTIONS, LOOPS, last_name
+from ddpdoctor.diagnose.source_files import FUNCTIONS, LOOPS, Loop, last_name
 from ddpdoctor.lint.calls import argument_of, calls_in, keyword, parameters_of, targets_of
 from ddpdoctor.lint.conditions import guards, in_both_branches, is_guarded, under, without_gradients
 from ddpdoctor.lint.loops import runs_backward
 from ddpdoctor.lint.program import Code
+from ddpdoctor.lint.ranks import depends_on_rank
 from ddpdoctor.lint.rules import Hit, rule
 
 COLLECTIVES = (
@@ -500,6 +501,7 @@ def name_of_some_ranks(code: Code) -> Iterator[Hit]:
         mentions the rank or the name itself.
     """
     yield from _none_elsewhere(code)
+    yield from _globals(code)
     for scope in code.of(*FUNCTIONS, ast.Module):
         stored: dict[str, list[ast.Name]] = {}
         for each in code.within(scope):
@@ -513,12 +515,16 @@ def name_of_some_ranks(code: Code) -> Iterator[Hit]:
             loads = (one for one in code.loads.get(name, ()) if isinstance(one, ast.Name))
             load = next((one for one in loads if _is_read_by_all(code, one, targets[0])), None)
             if load is not None:
-                yield Hit(
-                    load,
-                    f"{name} is set on some ranks only, by the condition in line "
-                    f"{condition.lineno}: the others raise here",
-                    "Set it on every rank, or read it under the same condition.",
-                )
+                yield _unset(name, condition, load)
+
+
+def _unset(name: str, condition: ast.If, load: ast.expr) -> Hit:
+    return Hit(
+        load,
+        f"{name} is set on some ranks only, by the condition in line {condition.lineno}: the "
+        "others raise here",
+        "Set it on every rank, or read it under the same condition.",
+    )
 
 
 def _only_condition(code: Code, targets: list[ast.Name]) -> ast.If | None:
@@ -527,9 +533,55 @@ def _only_condition(code: Code, targets: list[ast.Name]) -> ast.If | None:
         return None
     held = [next(iter(guards(code, each)), None) for each in targets]
     first = held[0]
-    if first is None or not isinstance(first[0], ast.If) or any(each != first for each in held):
+    if first is None or not isinstance(first[0], ast.If):
+        return None
+    # Under several conditions, there has to be a rank where none of them holds.
+    if any(each != first for each in held) and not any(
+        all(
+            each is not None
+            and isinstance(each[0], ast.If)
+            and allowed(each[0].test, code.words, rank) == {not each[1]}
+            for each in held
+        )
+        for rank in range(8)
+    ):
         return None
     return first[0]
+
+
+def _globals(code: Code) -> Iterator[Hit]:
+    """Yield reads of names of the module that a function sets on some ranks."""
+    for node in code.of(ast.Global):
+        scope = code.scope(node)
+        for name in node.names:
+            sets = [item for _, item in code.values(ast.Name(name, ast.Load()))]
+            stored = [
+                each
+                for each in code.of(ast.Name)
+                if each.id == name and not isinstance(each.ctx, ast.Load)
+            ]
+            known = name in code.imports or name in code.functions or sets or not stored
+            if known or any(code.scope(each) is not scope for each in stored):
+                continue
+            condition = _only_condition(code, stored)
+            for load in code.loads.get(name, ()):
+                if condition is not None and _is_read_elsewhere(code, load, scope):
+                    yield _unset(name, condition, load)
+                    break
+
+
+def _is_read_elsewhere(code: Code, load: ast.Name | ast.Attribute, scope: ast.AST) -> bool:
+    """Return whether all ranks read a name of the module in a function other than ``scope``."""
+    inner = code.scope(load)
+    return (
+        isinstance(load, ast.Name)
+        and isinstance(inner, FUNCTIONS)
+        and inner is not scope
+        and bool(code.program.callers(code, inner))
+        and not is_guarded(code, load)
+        and not under(code, load, "rank", "main", "master", load.id.lower())
+        and not any(isinstance(each, ast.Try) for each in code.above(load))
+    )
 
 
 def _none_elsewhere(code: Code) -> Iterator[Hit]:
@@ -611,7 +663,7 @@ def _is_read_by_all(code: Code, load: ast.Name, target: ast.Name) -> bool:
             return False
         if len(list(code.values(load))) > 1 or not code.program.callers(code, scope):
             return False
-    elif code.loops(load)[len(code.loops(load)) - len(loops) :] != loops:
+    elif not _in_round(code.loops(load), loops):
         return False
     return (
         load.lineno > target.lineno
@@ -619,6 +671,12 @@ def _is_read_by_all(code: Code, load: ast.Name, target: ast.Name) -> bool:
         and not under(code, load, "rank", "main", "master", load.id.lower())
         and not any(isinstance(each, ast.Try) for each in code.above(load))
     )
+
+
+def _in_round(of_load: list[Loop], of_target: list[Loop]) -> bool:
+    """Return whether a load comes after a target in its round of all loops, or behind them."""
+    shared = min(len(of_load), len(of_target))
+    return of_load[len(of_load) - shared :] == of_target[len(of_target) - shared :]
 
 
 _TRACKERS = ("wandb.init", "mlflow.start_run", "logging.FileHandler")
@@ -629,10 +687,12 @@ def unguarded_writer(code: Code) -> Iterator[Hit]:
     """Every rank opens a tracker or a log file in the same place.
 
     What it finds
-        ``SummaryWriter``, ``wandb.init`` or ``FileHandler`` without a condition on the rank.
+        ``SummaryWriter``, ``wandb.init``, ``FileHandler`` or ``open`` of a log to write, without a
+        condition on the rank.
 
     Why it is bad
-        The tracker shows as many runs as there are ranks, with mixed curves.
+        The tracker shows as many runs as there are ranks, with mixed curves, and lines of a file
+        are lost or repeated.
 
     How to fix it
         Open it on rank 0 alone.
@@ -660,3 +720,23 @@ def unguarded_writer(code: Code) -> Iterator[Hit]:
                 call, "every rank opens this tracker, so there are as many runs as ranks",
                 "Open it on rank 0 alone.",
             )  # fmt: skip
+    for call in code.calls_by_name.get("open", ()):
+        if _writes_log(code, call) and not is_guarded(code, call):
+            yield Hit(
+                call, "every rank writes this file, over what the others write",
+                "Open it on rank 0 alone.",
+            )  # fmt: skip
+
+
+def _writes_log(code: Code, call: ast.Call) -> bool:
+    """Return whether a call opens a file to write that is the same on all ranks."""
+    mode = keyword(call, "mode", 1)
+    return (
+        isinstance(call.func, ast.Name)
+        and isinstance(mode, ast.Constant)
+        and str(mode.value)[:1] in ("w", "a")
+        and "b" not in str(mode.value)
+        and bool(call.args)
+        and not depends_on_rank(code, call.args[0])
+        and not any(isinstance(each, (ast.Try, ast.While)) for each in code.above(call))
+    )

@@ -132,11 +132,26 @@ def download_race(code: Code) -> Iterator[Hit]:
         return
     for call in code.calls:
         value = keyword(call, "download")
-        if isinstance(value, ast.Constant) and value.value is True and not is_guarded(code, call):
-            barriers = code.program.uses("barrier", "wait_for_everyone", "main_process_first")
-            if not barriers and not code.program.uses("spawn"):
-                yield Hit(
-                    value,
-                    "every rank downloads these files at the same time",
-                    "Download on one rank of each node, then wait at a barrier.",
-                )
+        literal = isinstance(value, ast.Constant) and value.value is True
+        if value is not None and literal and not (is_guarded(code, call) or _waits(code, call)):
+            yield Hit(
+                value,
+                "every rank downloads these files at the same time",
+                "Download on one rank of each node, then wait at a barrier.",
+            )
+
+
+def _waits(code: Code, node: ast.AST, depth: int = 4) -> bool:
+    """Return whether ranks may wait for each other before a node, in its function or a caller."""
+    function = code.function(node)
+    names = ("barrier", "wait_for_everyone", "main_process_first")
+    inside = code.within(function or code.tree)
+    if any(
+        getattr(each, "lineno", 0) < getattr(node, "lineno", 0)
+        and isinstance(each, (ast.Call, ast.Name, ast.Attribute))
+        and any(name in last_name(each) for name in names)
+        for each in inside
+    ):
+        return True
+    callers = code.program.callers(code, function) if function is not None and depth else []
+    return any(_waits(other, call, depth - 1) for other, call in callers)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.diagnose.source_files import FUNCTIONS, last_name
 from ddpdoctor.lint.calls import targets_of
-from ddpdoctor.lint.conditions import guards, under, without_gradients
+from ddpdoctor.lint.conditions import guards, in_both_branches, under, without_gradients
 from ddpdoctor.lint.program import Code
 from ddpdoctor.lint.rules import Hit, rule
 from ddpdoctor.lint.wrapped import TELLS_DDP, bound, is_wrapper, over_parameters, same
@@ -88,17 +88,19 @@ def second_backward(code: Code) -> Iterator[Hit]:
 
 def _follows(code: Code, first: ast.Call, second: ast.Call) -> bool:
     """Return whether a backward always runs before another one, in the same block."""
-    inner: ast.AST = code.statement(first)
-    outer = code.parents[inner]
-    if isinstance(outer, ast.With):
-        inner, outer = outer, code.parents[outer]
     above = {id(each) for each in code.above(second)}
-    return any(
-        isinstance(block := getattr(outer, name, None), list)
-        and inner in block
-        and any(id(each) in above for each in block[block.index(inner) + 1 :])
-        for name in ("body", "orelse")
-    )
+    inner: ast.AST = code.statement(first)
+    for outer in code.above(inner):
+        for name in ("body", "orelse"):
+            block = getattr(outer, name, None)
+            held = isinstance(block, list) and inner in block
+            below = block[block.index(inner) + 1 :] if block and held else []
+            if any(id(each) in above for each in below):
+                return True
+        if not isinstance(outer, ast.With) and not in_both_branches(outer, "backward"):
+            return False
+        inner = outer
+    return False
 
 
 _PASSES = re.compile(r"loss|crit|mean|sum|stack|cat|add|scale|entropy|mse|l1|nll", re.IGNORECASE)

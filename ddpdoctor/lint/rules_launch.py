@@ -12,7 +12,7 @@ from ddpdoctor.diagnose.source_files import last_name
 from ddpdoctor.lint.calls import has_unpacked, keyword
 from ddpdoctor.lint.conditions import exclusive, under
 from ddpdoctor.lint.names import DISTRIBUTED
-from ddpdoctor.lint.program import ENVIRONMENT, Code
+from ddpdoctor.lint.program import ENVIRONMENT, Code, Program
 from ddpdoctor.lint.ranks import counts_gpus, is_local_rank, is_rank, is_world_size, variable
 from ddpdoctor.lint.rules import Hit, rule
 
@@ -145,8 +145,11 @@ def rank_as_device(code: Code) -> Iterator[Hit]:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
     When it stays silent
-        The index that ``mp.spawn`` passes, which counts the processes of one node.
+        The index that ``mp.spawn`` passes, which counts the processes of one node, and programs
+        that spawn all ranks on the machine itself.
     """
+    if code.program.uses("spawn", "start_processes") and _is_on_one_node(code):
+        return
     for call in code.calls:
         name = last_name(call.func)
         if name in ("set_device", "set_device_index") or (
@@ -174,9 +177,25 @@ def rank_as_device(code: Code) -> Iterator[Hit]:
             return
 
 
+def _is_on_one_node(code: Code) -> bool:
+    """Return whether a program fixes the rendezvous at its own machine."""
+    return code.program.once(
+        "one node",
+        lambda: any(
+            isinstance(node.value, str) and _LOCAL.match(node.value) is not None
+            for each in code.program.codes
+            for node in each.of(ast.Constant)
+        ),
+    )
+
+
+_LOCAL = re.compile(r"(tcp://)?(localhost|127\.0\.0\.1)(:|$)")
+
+
 @rule("DDP203", Severity.WARNING)
 def barrier_without_device(code: Code) -> Iterator[Hit]:
-    """Find NCCL barriers before the process has chosen its GPU."""
+    """Find NCCL barriers before the process has chosen its GPU, and ``.cuda()`` if none does."""
+    yield from _all_on_one_gpu(code)
     for init in code.calls_by_name.get("init_process_group", ()):
         if not _is_nccl(code, keyword(init, "backend", 0)) or keyword(init, "device_id"):
             continue
@@ -198,6 +217,66 @@ def barrier_without_device(code: Code) -> Iterator[Hit]:
                     "Call torch.cuda.set_device(local_rank) first, or pass device_id to "
                     "init_process_group.",
                 )
+
+
+_CHOOSES = re.compile(r"(set|init|select|choose|pick)[a-z]*_?.*(device|gpu|cuda|dist)", re.I)
+"""Names of functions that may choose the GPU of a process."""
+
+
+def _all_on_one_gpu(code: Code) -> Iterator[Hit]:
+    """Yield the first ``.cuda()`` of a program whose ranks have a GPU each and never set it."""
+    program = code.program
+    calls = (
+        (each, call)
+        for each in program.codes
+        for call in each.calls_by_name.get("cuda", ())
+        if isinstance(call.func, ast.Attribute) and not call.args and not call.keywords
+    )
+    never: bool = program.once("no rank sets its GPU", lambda: _never_sets_gpu(program))
+    first = next(calls, None) if never else None
+    if first is not None and first[0] is code:
+        yield Hit(
+            first[1], "no rank sets its GPU, so .cuda() means GPU 0 on all of them",
+            "Call torch.cuda.set_device(local_rank) first.",
+        )  # fmt: skip
+
+
+def _never_sets_gpu(program: Program) -> bool:
+    """Return whether the ranks use one GPU each and nothing makes it their current one."""
+    several = any(
+        isinstance(given := keyword(wrap, "device_ids", 1), (ast.List, ast.Tuple))
+        and not any(isinstance(each, ast.Constant) for each in given.elts)
+        for code in program.codes
+        for wrap in code.wraps
+    )
+    if not several or any(_CHOOSES.match(name) for code in program.codes for name in code.names):
+        return False
+    inits = [
+        (code, call)
+        for code in program.codes
+        for call in code.calls_by_name.get("init_process_group", ())
+    ]
+    return (
+        bool(inits)
+        and all(_is_nccl(code, keyword(call, "backend", 0)) for code, call in inits)
+        and not any(keyword(call, "device_id") for _, call in inits)
+        and not any(
+            _hides_gpus(code, node)
+            for code in program.codes
+            for node in code.of(ast.Constant, ast.Call)
+        )
+    )
+
+
+def _hides_gpus(code: Code, node: ast.Constant | ast.Call) -> bool:
+    """Return whether a node may set the GPU: a context, or CUDA_VISIBLE_DEVICES with one GPU."""
+    if isinstance(node, ast.Call):
+        return code.dotted(node.func) == "torch.cuda.device"
+    value = getattr(code.statement(node), "value", None)
+    several = isinstance(value, ast.expr) and any(
+        isinstance(each, ast.Constant) and "," in str(each.value) for each in ast.walk(value)
+    )
+    return node.value == "CUDA_VISIBLE_DEVICES" and not several
 
 
 def _option_defaults(code: Code, node: ast.expr) -> list[ast.expr]:

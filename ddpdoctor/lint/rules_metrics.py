@@ -12,7 +12,7 @@ from ddpdoctor.lint.calls import has_unpacked, keyword, targets_of
 from ddpdoctor.lint.conditions import is_quiet, without_gradients
 from ddpdoctor.lint.loaders import is_loader, is_none, is_sampler, samplers_of
 from ddpdoctor.lint.loops import runs_backward
-from ddpdoctor.lint.program import Code, Program
+from ddpdoctor.lint.program import Code, Origin, Program
 from ddpdoctor.lint.ranks import mentions_rank
 from ddpdoctor.lint.rules import LOADERS, TRAINERS, Hit, rule
 
@@ -225,8 +225,19 @@ def _evaluates_shard(code: Code, loop: ast.For) -> bool:
         samplers_of(each.code, each.node) for each in made if isinstance(each.node, ast.Call)
     ]
     return bool(samplers) and all(
-        any(map(is_sampler, each)) and not any(map(is_none, each)) for each in samplers
+        any(map(is_sampler, each)) and not any(map(_may_be_off, each)) for each in samplers
     )
+
+
+_JOB = ("distributed", "ddp", "is_distributed", "is_ddp", "use_ddp", "is_dist", "world_size")
+"""Names of flags that are true in each job of several ranks."""
+
+
+def _may_be_off(origin: Origin) -> bool:
+    """Return whether a sampler is None in jobs of several ranks."""
+    above = origin.code.parents[origin.node]
+    asks = last_name(above.test) if isinstance(above, ast.IfExp) else ""
+    return is_none(origin) and not (isinstance(above, ast.IfExp) and asks in _JOB)
 
 
 def _gets_epochs(code: Code, node: ast.expr) -> bool:

@@ -120,7 +120,8 @@ def finds_unused(code: Code) -> Iterator[Hit]:
     """Find DDP with ``find_unused_parameters=True``."""
     for wrap in code.wraps:
         value = keyword(wrap, "find_unused_parameters")
-        if isinstance(value, ast.Constant) and value.value is True:
+        static = keyword(wrap, "static_graph") or code.program.uses("_set_static_graph")
+        if isinstance(value, ast.Constant) and value.value is True and not static:
             yield Hit(
                 value,
                 "find_unused_parameters=True walks the graph in every step",
@@ -157,7 +158,8 @@ def accumulates_without_no_sync(code: Code) -> Iterator[Hit]:
 
 @rule("DDP308", Severity.WARNING)
 def no_sync_scope(code: Code) -> Iterator[Hit]:
-    """Find ``no_sync`` around the backward only."""
+    """Find ``no_sync`` around the backward only, and its flag set between forward and backward."""
+    yield from _armed_late(code)
     for node in code.of(ast.With):
         if len(node.items) != 1:
             continue
@@ -188,6 +190,29 @@ def no_sync_scope(code: Code) -> Iterator[Hit]:
                 context,
                 "no_sync() covers the backward alone and has no effect: what counts is the forward",
                 "Put the forward into the same block.",
+            )
+
+
+def _armed_late(code: Code) -> Iterator[Hit]:
+    """Yield where ``require_backward_grad_sync`` is set after the forward that reads it."""
+    for node in code.of(ast.Assign):
+        target, loops = node.targets[0], code.loops(node)
+        if last_name(target) != "require_backward_grad_sync" or not loops:
+            continue
+        forwards = [
+            each.lineno
+            for each in code.within(loops[0])
+            if isinstance(each, ast.Call)
+            and isinstance(target, ast.Attribute)
+            and ast.unparse(each.func) == ast.unparse(target.value)
+        ]
+        before = any(at < node.lineno for at in forwards)
+        ends = [each.lineno for each in code.called(loops[0], "backward")]
+        if before and max(forwards) < node.lineno < max(ends, default=0) and len(forwards) == 1:
+            yield Hit(
+                node,
+                "the forward reads this flag, and ran already: it decides on the next micro-batch",
+                "Set it before the forward.",
             )
 
 
@@ -622,12 +647,30 @@ def _saves_wrapper(code: Code) -> Iterator[Hit]:
         for made in code.origins(save.args[0]):
             for each in calls_in([made.node], "state_dict"):
                 owner = each.func.value if isinstance(each.func, ast.Attribute) else None
-                if owner is not None and is_wrapper(made.code, owner) and made.code is code:
+                if owner is None or made.code is not code or _is_unwrapped(code, owner):
+                    continue
+                if is_wrapper(code, owner):
                     yield Hit(
                         save, 'the names in this checkpoint begin with "module.", and a bare model '
                         "refuses them", "Save model.module.state_dict().", Severity.INFO,
                     )  # fmt: skip
                     break
+
+
+def _is_unwrapped(code: Code, node: ast.expr, depth: int = 3) -> bool:
+    """Return whether a name may be the module inside of DDP: ``m.module if ddp else m``."""
+    for other, item in code.values(node):
+        if any(
+            (isinstance(each, ast.Attribute) and each.attr == "module")
+            or (isinstance(each, ast.Constant) and each.value == "module")
+            or (isinstance(each, ast.Call) and "unwrap" in last_name(each.func))
+            for each in ast.walk(item.value)
+        ):
+            return True
+        named = isinstance(item.value, (ast.Name, ast.Attribute))
+        if named and depth > 0 and _is_unwrapped(other, item.value, depth - 1):
+            return True
+    return False
 
 
 def _strips_prefix(node: ast.AST) -> bool:

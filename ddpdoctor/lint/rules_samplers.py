@@ -30,7 +30,15 @@ def _shuffles(code: Code, sampler: ast.Call) -> bool:
     if shuffle is None:
         return not has_unpacked(sampler)
     values = [each.node for each in code.origins(shuffle)]
-    return all(isinstance(each, ast.Constant) and each.value is True for each in values)
+    return all(_is_for_training(each) for each in values)
+
+
+def _is_for_training(shuffle: ast.expr) -> bool:
+    """Return whether a value is True, or a test for training data: ``split == "train"``."""
+    if isinstance(shuffle, ast.Compare) and isinstance(shuffle.ops[0], ast.Eq):
+        shuffle = shuffle.comparators[0]
+        return isinstance(shuffle, ast.Constant) and str(shuffle.value).startswith("train")
+    return isinstance(shuffle, ast.Constant) and shuffle.value is True
 
 
 @rule("DDP101", Severity.ERROR, moot=_ALL)

@@ -98,3 +98,56 @@ def test_own_pages_have_examples() -> None:
             assert "Wrong:" in rule.page
             assert "Right:" in rule.page
             assert len(rule.page.splitlines()) <= 30
+
+
+def infos(*codes: str) -> list[str]:
+    """Return the codes of all that is found in some files, also of infos."""
+    found = check.check([files.parse(f"f{at}.py", each.encode()) for at, each in enumerate(codes)])
+    return [each.code for each in found]
+
+
+WRAPPED = """
+import torch
+from torch.nn.parallel import DistributedDataParallel as DDP
+def main(net, ddp):
+    model = DDP(net{})
+    raw = {}
+    torch.save(raw.state_dict(), "x.pt")
+"""
+
+
+def test_state_of_the_module_inside_is_no_wrapper() -> None:
+    # Each saves on all ranks.
+    assert infos(WRAPPED.format("", "model")) == ["DDP502"]
+    for bare in ("model.module if ddp else model", 'getattr(model, "module", model)'):
+        assert infos(WRAPPED.format("", bare)) == []
+
+
+def test_static_graph_is_searched_once() -> None:
+    found = ", find_unused_parameters=True"
+    assert infos(WRAPPED.format(found, "model.module")) == ["DDP304"]
+    assert infos(WRAPPED.format(f"{found}, static_graph=True", "model.module")) == []
+
+
+TRAINS = """
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+def load(net):
+    net.load_state_dict(torch.load("resume.pt"))
+def main():
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(0)
+    net = torch.nn.Linear(1, 1).cuda()
+    {}
+    DDP(net)(torch.ones(1, 1)).backward()
+    dist.destroy_process_group()
+if __name__ == "__main__":
+    main()
+"""
+EVALUATES = "import torch\nfrom f0 import load\nload(torch.nn.Linear(1, 1))\n"
+
+
+def test_a_script_of_one_process_beside_is_none_of_the_ranks() -> None:
+    assert infos(TRAINS.format("load(net)"), EVALUATES) == ["DDP503"]
+    assert infos(TRAINS.format(""), EVALUATES) == []

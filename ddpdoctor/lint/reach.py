@@ -1,0 +1,137 @@
+"""Find what the scripts of a program run in ranks, by the names that functions mention.
+
+A function that mentions another one may run it, and whoever mentions a class may run its methods.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+
+from ddpdoctor.diagnose.source_files import FUNCTIONS, last_name
+from ddpdoctor.lint.calls import keyword, targets_of
+from ddpdoctor.lint.program import Code, Origin, Program
+
+Place = tuple[Code, ast.AST]
+
+_JOINS = frozenset(("init_process_group", "DistributedDataParallel", "init_distributed_mode"))
+"""Names that only a process of several ranks mentions."""
+
+_STARTS = ("spawn", "start_processes", "Process")
+_DYNAMIC = ("import_module", "entry_points", "__import__")
+_SCRIPTS = 8
+"""How many files are looked at that are a script and imported by another one."""
+
+_BLOCKS = (*FUNCTIONS, ast.ClassDef)
+
+
+class Reach:
+    """What the scripts of a program that join a group of ranks run."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._defined: dict[str, list[Place]] = defaultdict(list)
+        for code in program.codes:
+            for node in code.of(*_BLOCKS):
+                self._defined[node.name].append((code, node))
+            for node in code.of(ast.Assign, ast.AnnAssign):
+                # A table of classes, from which a function takes one.
+                for target in targets_of(node) if code.parents[node] is code.tree else ():
+                    self._defined[last_name(target)].append((code, node))
+        scripts = [each for each in program.codes[1:] if "__name__" in each.loads]
+        known = program.uses(*_JOINS) and not program.uses(*_DYNAMIC)
+        tops = [list(_top(code)) for code in (program.codes[0], *scripts[:_SCRIPTS]) if known]
+        reached = [(top, *self._from(top, ())) for top in tops]
+        joined = [(top, found) for top, found, joins in reached if joins]
+        self.ranks = {node for _, found in joined for node in found}
+        self.others = {node for _, found, _ in reached for node in found} - self.ranks
+        self.starters = self._starters([top for top, _ in joined])
+
+    def _starters(self, tops: list[list[Place]]) -> set[ast.AST]:
+        """Return what only processes run that start the ranks and are none themselves."""
+        given = [
+            origin
+            for code in self._program.codes
+            for name in _STARTS
+            for call in code.calls_by_name.get(name, ())
+            if (target := keyword(call, "fn", 0) or keyword(call, "target")) is not None
+            for origin in code.origins(target)
+        ]
+        workers = [place for each in given for place in _functions(each)]
+        if not given or not all(map(_functions, given)):
+            return set()
+        # A call of a worker beside is for a job of one process.
+        aside = {last_name(each.node) for each in given}
+        outside = {node for top in tops for node in self._from(top, aside)[0]}
+        return outside - self._from(workers, ())[0]
+
+    def _from(self, places: Iterable[Place], aside: Collection[str]) -> tuple[set[ast.AST], bool]:
+        """Return the blocks that some blocks run, and whether any of them joins a group.
+
+        Args:
+            places: The blocks.
+            aside: Names that are not followed.
+        """
+        queue = list(places)
+        found = {node for _, node in queue}
+        joins = False
+        for code, block in queue:
+            for name in code.mentioned(block):
+                joins |= name in _JOINS
+                for place in self._defined.get(name, ()) if name not in aside else ():
+                    if place[1] not in found:
+                        found.add(place[1])
+                        queue.append(place)
+        return found, joins
+
+    def runs(self, code: Code, node: ast.AST) -> bool:
+        """Return whether a rank may run a node.
+
+        Not if only a script that never joins a group runs it, or only other programs do.
+        """
+        around = list(_holders(code, node))
+        if any(each in self.ranks for each in around):
+            return True
+        names = [each.name for each in around if isinstance(each, _BLOCKS)]
+        return not (
+            (self.ranks and any(each in self.others for each in around))
+            or any(self._program.is_named_elsewhere(code, each) for each in names)
+        )
+
+    def only_starts(self, code: Code, node: ast.AST) -> bool:
+        """Return whether only the process that starts the ranks runs a node."""
+        return any(each in self.starters for each in _holders(code, node))
+
+
+def _functions(origin: Origin) -> list[Place]:
+    """Return the functions that an expression names."""
+    found = origin.code.program.functions(origin.code, last_name(origin.node))
+    return list(found)
+
+
+def _top(code: Code) -> Iterator[Place]:
+    """Yield what a script runs itself, and what its imports run when they are imported."""
+    seen = {code: None}
+    for each in (queue := [code]):
+        for statement in each.tree.body:
+            is_main = isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+            marked = getattr(statement, "decorator_list", ())
+            if (each is code or not is_main) and (marked or not isinstance(statement, _BLOCKS)):
+                yield each, statement
+        new = [one for one in each.program.imported_by(each) if one not in seen]
+        seen.update(dict.fromkeys(new))
+        queue += new
+
+
+def _holders(code: Code, node: ast.AST) -> Iterator[ast.AST]:
+    """Yield the functions and classes around a node, or its statement at module level."""
+    held = False
+    inner = node
+    for each in (node, *code.above(node)):
+        if isinstance(each, _BLOCKS):
+            held = True
+            yield each
+        elif isinstance(each, ast.Module) and not held:
+            yield inner
+        inner = each
