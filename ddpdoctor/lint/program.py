@@ -964,10 +964,9 @@ class Program:
         name = last_name(call.func)
         return name in names or name in self._defined
 
-    def is_named_elsewhere(self, code: Code, name: str) -> bool:
-        """Return whether a file of another program imports a file and mentions a name of it."""
-        importers = self._modules.importers.get(code, ())
-        return any(name in each.names and each not in self.codes for each in importers)
+    def importers(self, code: Code) -> list[Code]:
+        """Return the files of other programs that import a file."""
+        return [each for each in self._modules.importers.get(code, ()) if each not in self.codes]
 
     @cached_property
     def _defined(self) -> frozenset[str]:

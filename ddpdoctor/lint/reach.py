@@ -6,6 +6,7 @@ A function that mentions another one may run it, and whoever mentions a class ma
 from __future__ import annotations
 
 import ast
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 
@@ -15,7 +16,10 @@ from ddpdoctor.lint.program import Code, Origin, Program
 
 Place = tuple[Code, ast.AST]
 
-_JOINS = frozenset(("init_process_group", "DistributedDataParallel", "init_distributed_mode"))
+_JOINS = re.compile(
+    r"init_process_group$|DistributedDataParallel$|init_dist|launch$|local_?rank$|world_?size$",
+    re.I,
+)
 """Names that only a process of several ranks mentions."""
 
 _STARTS = ("spawn", "start_processes", "Process")
@@ -40,7 +44,7 @@ class Reach:
                 for target in targets_of(node) if code.parents[node] is code.tree else ():
                     self._defined[last_name(target)].append((code, node))
         scripts = [each for each in program.codes[1:] if "__name__" in each.loads]
-        known = program.uses(*_JOINS) and not program.uses(*_DYNAMIC)
+        known = any(map(_joins, program.codes)) and not program.uses(*_DYNAMIC)
         tops = [list(_top(code)) for code in (program.codes[0], *scripts[:_SCRIPTS]) if known]
         reached = [(top, *self._from(top, ())) for top in tops]
         joined = [(top, found) for top, found, joins in reached if joins]
@@ -78,7 +82,7 @@ class Reach:
         joins = False
         for code, block in queue:
             for name in code.mentioned(block):
-                joins |= name in _JOINS
+                joins = joins or _JOINS.match(name) is not None
                 for place in self._defined.get(name, ()) if name not in aside else ():
                     if place[1] not in found:
                         found.add(place[1])
@@ -96,12 +100,28 @@ class Reach:
         names = [each.name for each in around if isinstance(each, _BLOCKS)]
         return not (
             (self.ranks and any(each in self.others for each in around))
-            or any(self._program.is_named_elsewhere(code, each) for each in names)
+            or any(
+                _is_named(each, name) for each in self._program.importers(code) for name in names
+            )
         )
 
     def only_starts(self, code: Code, node: ast.AST) -> bool:
         """Return whether only the process that starts the ranks runs a node."""
         return any(each in self.starters for each in _holders(code, node))
+
+
+def _joins(code: Code) -> bool:
+    """Return whether a file mentions a group of ranks."""
+    return any(map(_JOINS.match, code.names))
+
+
+def _is_named(code: Code, name: str) -> bool:
+    """Return whether a file mentions a function of an import: ``name`` or ``module.name``."""
+    return name not in code.functions and any(
+        isinstance(each, ast.Name)
+        or (isinstance(each.value, ast.Name) and each.value.id in code.imports)
+        for each in code.loads.get(name, ())
+    )
 
 
 def _functions(origin: Origin) -> list[Place]:
