@@ -233,7 +233,9 @@ def test_restarted_attempt_is_a_warning(doctor: Doctor) -> None:
             dist.all_reduce(torch.ones(1))
         """,
     )
-    result = doctor.run(*TWO, "--max-restarts", "1", "--strict", str(script))
+    # The code alone shows that a rank may leave before the collective (DDP401).
+    options = ("--max-restarts", "1", "--strict", "--no-lint")
+    result = doctor.run(*TWO, *options, str(script))
     assert result.status == 0, result.stderr
     finding = next(each for each in findings(result) if each.code == "DDP901")
     assert finding.severity.label == "warning"
