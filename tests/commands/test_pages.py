@@ -58,7 +58,7 @@ def test_text_is_wrapped_and_code_is_not() -> None:
         ("Straggl", "DDP610"),
         ("unexpected pos", "DDP935"),
         ("Mismatched NCCL version", "DDP920"),
-        ("already in use", "DDP002"),
+        ("failed to bind to [::]:29500 (errno: 98 - Address already in use).", "DDP002"),
         ("[rank1]: RuntimeError: CUDA error: invalid device ordinal", "DDP927"),
         (
             "Traceback (most recent call last):\n"
