@@ -184,7 +184,10 @@ def _forward(name: str | None, given: Given) -> int:
     from ddpdoctor.debug import bridge
 
     words = [] if name is None else [name]
-    command = shlex.split(given.options["--through"])
+    try:
+        command = shlex.split(given.options["--through"])
+    except ValueError as error:
+        raise DoctorError(f"--through is no command: {error}", "quote it as for a shell") from None
     command += [sys.executable, "-m", "ddpdoctor", "attach", "--stdio"]
     ranks = [given.options["--rank"]] if "--rank" in given else bridge.ranks([*command, *words])
     with contextlib.ExitStack() as stack:

@@ -22,14 +22,15 @@ from ddpdoctor.system import peers
 
 _CHUNK = 1 << 16
 _LISTEN_BACKLOG = 8
+_LAST_PORT = 65535
 _ASK_TIMEOUT = 60.0  # Seconds for the far end to name its ranks
 _MAX_RANKS = 256
 _END_TIMEOUT = 5.0  # Seconds for the command to end with its client
 
 
 def listen(port: int) -> socket.socket:
-    """Listen on this machine, on a port or on any if that is taken."""
-    for each in (port, 0):
+    """Listen on a port of this machine, or on any free one if that is taken."""
+    for each in (port, 0) if port <= _LAST_PORT else (0,):
         listener = socket.socket()
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -60,7 +61,7 @@ def ranks(command: Sequence[str]) -> list[int]:
     if done.returncode or not isinstance(found, list) or not found:
         last = (done.stderr.splitlines() or ["it names no rank"])[-1]
         raise DoctorError(f"{command[0]} reaches no rank: {last}", "try it in the shell")
-    return [each for each in found if isinstance(each, int)][:_MAX_RANKS]
+    return [each for each in found if type(each) is int and each >= 0][:_MAX_RANKS]
 
 
 def serve(listeners: Mapping[socket.socket, Sequence[str]]) -> None:

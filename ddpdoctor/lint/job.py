@@ -130,7 +130,7 @@ class SourceCheck:
         self._found = faults.guarded("the check of the job's code", look) or []
 
     def news(self, timeout: float = 0.0) -> list[Finding]:
-        """Return the errors once, when the check has finished. Wait for it some seconds at most."""
+        """Return the errors once, after the check. Wait at most this many seconds for it."""
         if timeout:
             self._thread.join(timeout)
         if self._reported or self._thread.is_alive():

@@ -548,7 +548,7 @@ class Code:
                     yield code, item
 
     def _is_family(self, mine: ast.ClassDef, code: Code, theirs: ast.ClassDef) -> bool:
-        """Return whether one of two classes is the other, or derives from it."""
+        """Return whether two classes are the same, or one derives from the other."""
         if mine is theirs:
             return True
         return (code, theirs) in self.program.family(self, mine) or (
@@ -870,7 +870,7 @@ class Program:
         return methods if name not in WRAPPER or self._is_made(code, value, *methods[0]) else []
 
     def _is_made(self, code: Code, value: ast.expr, other: Code, method: ast.AST) -> bool:
-        """Return whether an object is made of a method's class, or named like it.
+        """Return whether an object is an instance of a method's class, or has a similar name.
 
         Modules have methods of the same name.
         """

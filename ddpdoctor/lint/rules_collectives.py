@@ -729,7 +729,7 @@ def unguarded_writer(code: Code) -> Iterator[Hit]:
 
 
 def _writes_log(code: Code, call: ast.Call) -> bool:
-    """Return whether a call opens a file to write that is the same on all ranks."""
+    """Return whether a call opens the same file for writing on all ranks."""
     mode = keyword(call, "mode", 1)
     return (
         isinstance(call.func, ast.Name)

@@ -57,7 +57,7 @@ MAX_ADDRESSES = 16
 MAX_QUESTION = 64 << 10  # Bytes of a question
 MAX_ASKERS = 16  # Questions that wait for answers at a time
 SAME_ATTEMPT_NS = 300 * 10**9
-"""Nanoseconds between the begins of an attempt on two nodes at most."""
+"""Maximum nanoseconds between the starts of an attempt on two nodes."""
 
 JOURNAL = "nodes.jsonl"
 _REQUESTS = {EXAMINATION: 8, PROFILE: 8, SUSPICION: 256}

@@ -32,7 +32,7 @@ REDUCTIONS = ("collectives", "gloo-nodes")  # Checks that prove that a job can s
 
 @dataclass(frozen=True)
 class View:
-    """The viewpoint of the output, and how it is printed.
+    """The node that the output is for, and how to print it.
 
     Attributes:
         host: This machine.

@@ -55,7 +55,7 @@ def read(path: str, size: int) -> bytes:
 
 
 def steady(read: Callable[[], bytes]) -> bytes:
-    """Read until two readings in a row are equal, so that neither is torn, five times at most."""
+    """Read at most five times, until two readings in a row are equal. Neither is torn then."""
     found = read()
     for _ in range(4):
         before, found = found, read()

@@ -131,7 +131,7 @@ class Passthrough:
 
     @property
     def tail(self) -> bytes:
-        """The last bytes that the job wrote, `MAX_TAIL` at most."""
+        """The end of the job's output, at most `MAX_TAIL` bytes."""
         with self._lock:
             return b"".join(self._tail)
 

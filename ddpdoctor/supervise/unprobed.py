@@ -294,7 +294,7 @@ class Look:
 
     @property
     def stood(self) -> int:
-        """Seconds for which a rank has not moved, at most."""
+        """Longest time in seconds for which a rank has not moved."""
         return max((each.seconds for each in self._fixed), default=0)
 
     @property

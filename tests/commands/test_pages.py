@@ -96,3 +96,9 @@ def test_an_unknown_word_has_a_suggestion(word: str, hint: str) -> None:
     with pytest.raises(DoctorError) as raised:
         main([word])
     assert hint in str(raised.value.hint)
+
+
+def test_a_text_of_several_errors_lists_their_pages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["already in use"]) == 0
+    codes = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert codes[0] == "DDP002" and len(codes) > 1

@@ -17,7 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ddpdoctor.debug import attach_points
+from ddpdoctor.commands import attach
+from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.debug import attach_points, bridge
 from tests.conftest import JOBS, LIMIT, Doctor, Live
 from tests.support.dap_client import DapClient
 from tests.support.odd_jobs import interpreter
@@ -352,3 +354,12 @@ def test_a_command_leads_to_ranks_that_nothing_else_reaches(
     gone = doctor.cli("attach", "--through", "false", str(two.run_dir))
     assert gone.status == 2
     assert "false reaches no rank" in gone.stderr
+
+
+def test_a_forward_that_cannot_be_made_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--through", "ssh 'node"], ["--through", "false"], ["--through", "echo []"]):
+        with pytest.raises(DoctorError) as raised:
+            attach.main(words)
+        assert raised.value.hint
+    with bridge.listen(10**6) as listener:
+        assert listener.getsockname()[1] > 0

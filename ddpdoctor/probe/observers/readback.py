@@ -222,7 +222,7 @@ class Elements:
         self.read = Readback.of(some.to(torch.float32 if short else torch.float64))
 
     def packed(self) -> PackedTensor:
-        """Return the number of elements and the read ones. Call it once they are ready."""
+        """Return the total number of elements and the values read. Call it when they are ready."""
         numbers = self.read.numbers()
         data = struct.pack(f"<{len(numbers)}{self.format}", *numbers)
         return PackedTensor(self.count, self.format, base64.b64encode(data).decode())

@@ -62,7 +62,7 @@ def _serve(message: Message) -> None:
 
 
 class _Evaluation:
-    """One expression, which the training thread evaluates once at most."""
+    """An expression that the training thread evaluates at most once."""
 
     def __init__(self, code: CodeType) -> None:
         self._code = code

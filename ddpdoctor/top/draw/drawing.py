@@ -122,7 +122,7 @@ class ScreenData:
 
     points: tuple[Point, ...] = ()  # The run over time, oldest first
     asked: tuple[str, ...] = ()
-    """The lines that a key requested: processes below a rank, how to attach, live runs."""
+    """Lines that a key opened: a rank's processes, how to attach, live runs."""
     taken: TakenStacks | None = None  # The stacks. None until they were taken.
     outlier: TakenStacks | None = None  # The stacks of the blamed rank, as a wide screen shows them
 
