@@ -204,6 +204,20 @@ class Source:
             or (isinstance(node, ast.Break) and self._loop_of(node) is loop)
         ]
 
+    def raises(self, loop: Loop) -> list[ast.stmt]:
+        """Return the ``raise`` statements of a loop."""
+        return [node for node in walk_scope(loop.body) if isinstance(node, ast.Raise)]
+
+    def is_exhausted(self, statement: ast.stmt) -> bool:
+        """Return whether a statement runs once ``next()`` has returned its last item."""
+        if isinstance(statement, ast.While):
+            called = (each.func for each in ast.walk(statement.test) if isinstance(each, ast.Call))
+            return any(isinstance(each, ast.Name) and each.id == "next" for each in called)
+        handler = self._parents.get(statement)
+        return isinstance(handler, ast.ExceptHandler) and "StopIteration" in {
+            each.id for each in ast.walk(handler.type or handler) if isinstance(each, ast.Name)
+        }
+
     def skips(self, loop: Loop) -> list[ast.stmt]:
         """Return the ``continue`` statements of a loop."""
         return [
@@ -308,6 +322,17 @@ class Source:
         made = loop.iter
         names = isinstance(made, ast.Call) and last_name(made.func) == "range"
         return names or isinstance(made, (ast.List, ast.Tuple, ast.Constant))
+
+    def has_fixed_length(self, loop: Loop) -> bool:
+        """Return whether a loop runs over a range of constants, and nothing leaves it earlier."""
+        if not isinstance(loop, ast.For) or not isinstance(loop.iter, ast.Call):
+            return False
+        fixed = all(
+            isinstance(each, ast.Constant) or (isinstance(each, ast.Name) and each.id.isupper())
+            for each in loop.iter.args
+        )
+        early = (*self.exits(loop), *self.raises(loop), *self.skips(loop))
+        return fixed and last_name(loop.iter.func) == "range" and not early
 
     def counts(self, statement: ast.stmt) -> bool:
         """Return whether only a count that all ranks share decides on a statement.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
@@ -200,3 +201,38 @@ def test_the_files_that_a_script_imports_beside_it(tmp_path: Path) -> None:
     assert found(inner) == {"helper.py", "other.py"}
     assert source_files.modified_at(str(tmp_path / "gone.py")) == 0
     assert found(tmp_path / "gone.py") == set()
+
+
+@pytest.mark.parametrize(
+    ("loop", "fixed", "exhausted"),
+    [
+        ("for step in range(10):\n    train()\n", True, False),
+        ("for step in range(STEPS):\n    train()\n", True, False),
+        ("for step in range(len(files)):\n    train()\n", False, False),
+        ("for step in range(10):\n    if train():\n        break\n", False, False),
+        ("for step in range(10):\n    if train():\n        raise Enough\n", False, False),
+        ("while (batch := next(batches, None)) is not None:\n    train(batch)\n", False, True),
+        ("while loss > 1:\n    train()\n", False, False),
+    ],
+)
+def test_loops_that_ranks_may_leave_apart(loop: str, fixed: bool, exhausted: bool) -> None:
+    source = source_files.Source(ast.parse(loop))
+    (found,) = source.around(2)
+    assert source.has_fixed_length(found) == fixed
+    assert source.is_exhausted(found) == exhausted
+
+
+def test_a_break_at_the_end_of_an_iterator() -> None:
+    source = source_files.Source(
+        ast.parse(
+            "while True:\n"
+            "    try:\n"
+            "        batch = next(batches)\n"
+            "    except StopIteration:\n"
+            "        break\n"
+            "    if train(batch):\n"
+            "        break\n"
+        )
+    )
+    (loop,) = source.around(3)
+    assert [source.is_exhausted(each) for each in source.exits(loop)] == [True, False]

@@ -1,7 +1,7 @@
 """Find ranks that left a loop without a loader before the others.
 
 The iterations of such a loop are not recorded. Known are the number of reduced backwards that each
-rank began, and its position: in a backward of the loop, or in a collective behind it.
+rank began, and its position: in a backward of the loop, in a collective behind it, or at its end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ddpdoctor.diagnose.crashes.rank_endings import (
 from ddpdoctor.diagnose.data.equal_losses import groups_of
 from ddpdoctor.diagnose.source_files import Loop, Source, holds, location, source_of
 from ddpdoctor.diagnose.source_operations import callers, loop_around
-from ddpdoctor.run.records.process import ErrorRecord
+from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
 from ddpdoctor.run.records.training import LoopRecord
 from ddpdoctor.run.ring import Collective
 from ddpdoctor.run.snapshot import Rank, Run
@@ -43,7 +43,7 @@ class LeftByHand:
     """The statement that decided, or the loop."""
     loop: Location
     moment: int
-    """When the first of them was in a collective past the loop, in Unix nanoseconds."""
+    """When the first of them was in a collective past the loop or ended, in Unix nanoseconds."""
 
 
 def left_by_hand(run: Run) -> Iterator[LeftByHand]:
@@ -66,7 +66,7 @@ def _left(run: Run, group: Sequence[Rank], ends: dict[int | None, Ending]) -> Le
     top = max(counts.values())
     inside = [rank for rank in group if counts[rank.rank] == top]
     outside = [rank for rank in group if counts[rank.rank] < top]
-    found = _innermost_loop(run, inside[0])
+    found = _loop_apart(run, inside[0])
     if found is None or not all(_in_backward(run, rank, ends) for rank in inside):
         return None
     path, source, loop, line = found
@@ -107,8 +107,8 @@ def _waits(run: Run, rank: Rank, ends: dict[int | None, Ending]) -> bool:
     return rank.ended is None and run.waits_for(rank) > PATIENCE
 
 
-def _innermost_loop(run: Run, rank: Rank) -> tuple[str, Source, Loop, int] | None:
-    """Return the loop that a rank's backward is in, and the line in it that leads there."""
+def _loop_apart(run: Run, rank: Rank) -> tuple[str, Source, Loop, int] | None:
+    """Return the loop around a rank's backward that ranks may leave apart, and its line in it."""
     error = rank.records.first(ErrorRecord)
     frames = [Location(each.path, each.line) for each in error.user_frames] if error else []
     lines = list(reversed(frames)) or list(rank.sites("backward"))[:2]
@@ -122,12 +122,16 @@ def _innermost_loop(run: Run, rank: Rank) -> tuple[str, Source, Loop, int] | Non
         source = source_of(at.path)
         loops = source.around(at.line) if source is not None else []
         if source is not None and loops:
-            return at.path, source, loops[0], at.line
+            # Ranks leave the outer loop apart, not one whose length is the same for all.
+            loop = next((each for each in loops if not source.has_fixed_length(each)), loops[0])
+            return at.path, source, loop, at.line
     return None
 
 
 def _behind(run: Run, rank: Rank, path: str, loop: Loop, ends: dict[int | None, Ending]) -> int:
-    """Return since when a rank is in a collective called from outside the loop, or 0."""
+    """Return since when a rank is in a collective behind the loop, or has ended. 0 if neither."""
+    if rank.ended is not None and rank.rank not in ends and not rank.records.of(ExitRecord):
+        return rank.ended.time
     calls = rank.ring.collectives if rank.ring is not None else ()
     known = rank.counted_collectives and calls and not calls[-1].ended
     if not known or not _waits(run, rank, ends):
@@ -156,10 +160,12 @@ def _decided(
     source: Source, loop: Loop, backward: int
 ) -> tuple[Literal["ended", "left", "skipped"], int]:
     """Return why ranks may have left a loop at different steps, and the line."""
-    exits = [each for each in source.exits(loop) if not source.counts(each)]
+    ways = [*source.exits(loop), *source.raises(loop)]
+    exits = [each for each in ways if not source.counts(each) and not source.is_exhausted(each)]
+    ends = isinstance(loop, ast.While) and not any(map(source.is_exhausted, (loop, *ways)))
     skips = [each for each in source.skips(loop) if each.lineno < backward]
     guards = [each.lineno for each in source.conditions(backward, loop)]
-    if exits or isinstance(loop, ast.While):
+    if exits or ends:
         return "left", exits[0].lineno if len(exits) == 1 and not skips else loop.lineno
     if skips or guards:
         lines = [*(each.lineno for each in skips), *guards]

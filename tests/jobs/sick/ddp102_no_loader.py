@@ -15,7 +15,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(1)
     inputs = torch.randn(640, 32, generator=generator)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(2):
         order = torch.randperm(len(inputs), generator=generator)
         mine = order

@@ -17,7 +17,7 @@ def main() -> None:
     torch.manual_seed(rank)
     inputs = torch.randn(800, 32)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     files = list(range(20 + 5 * rank))
     for file in files:  # expect: DDP109 rank 0
         batch = inputs[file * 16 : file * 16 + 16]

@@ -14,7 +14,7 @@ def main() -> None:
     torch.manual_seed(rank)
     inputs = torch.randn(800, 32)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 1)))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     files = list(range(20 + 5 * rank))
     count = torch.tensor(len(files))
     dist.all_reduce(count, dist.ReduceOp.MIN)

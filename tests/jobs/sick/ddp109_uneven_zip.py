@@ -23,7 +23,7 @@ def main() -> None:
     ddp = DistributedDataParallel(nn.Linear(16, 4))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     total = torch.zeros(1)
-    for (batch,), (wanted,) in pairs:
+    for (batch,), (wanted,) in pairs:  # or: DDP109 rank 1
         if total >= LIMIT:
             break
         loss = (ddp(batch) - wanted).square().mean()

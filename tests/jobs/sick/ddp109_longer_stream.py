@@ -1,0 +1,35 @@
+"""Rank 0 has more files than rank 1, and no loader counts its batches."""
+
+# fix: Give all ranks the same number of iterations
+# status: 1
+
+import gc
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def batches(rank: int) -> Iterator[torch.Tensor]:
+    for _ in range(24 if rank == 0 else 20):
+        yield torch.randn(16, 16)
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.manual_seed(dist.get_rank())
+    ddp = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    for batch in batches(dist.get_rank()):  # expect: DDP109 rank 1
+        optimizer.zero_grad()
+        ddp(batch).square().mean().backward()
+        optimizer.step()
+    del ddp, optimizer
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
