@@ -30,6 +30,7 @@ WITHOUT_JOB = (
     "Look at this rank's data",
     "Look at what this rank's optimizer step does",
     "Look at what only this rank does",
+    "Look for a list, a dict or an attribute that keeps results of past steps",
     "See why this line takes longer",
     # `ddpdoctor parity` prints them: tests/parity follows them.
     "Divide the sum of the losses by the number of all ranks",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,13 @@ def test_small_entries_are_not_the_cause(written: Written, tmp_path: Path) -> No
     (finding,) = said(written, memory(leak), held(job(tmp_path), graph=False, each=24))
     assert "no Python object" in finding.message
     assert finding.location is None
+
+
+def test_a_search_that_ran_out_of_time_says_so(written: Written, tmp_path: Path) -> None:
+    found = replace(held(job(tmp_path), graph=False, each=24), complete=False)
+    (finding,) = said(written, memory(leak), found)
+    assert "is not among the objects examined in time" in finding.message
+    assert "a list, a dict or an attribute" in finding.fix
 
 
 def test_growth_without_a_name_needs_more(written: Written) -> None:

@@ -153,6 +153,13 @@ def _surely(run: Run, found: Grows) -> bool:
     )
 
 
+_UNKNOWN_HOLDER = (
+    "Look for a list, a dict or an attribute that keeps results of past steps, and keep `.item()` "
+    "or `.detach()` of them. If there is none, run the rank under a heap profiler (`memray run "
+    "--native`)."
+)
+
+
 def _finding(
     run: Run, group: Sequence[tuple[Grows, Held | None]], grown: Sequence[Grows]
 ) -> Finding:
@@ -177,8 +184,10 @@ def _finding(
     if held is not None:
         words, line = words_for(held.holder), held.line
         evidence.append(_evidence(held.holder))
-    elif not found.rank.records.of(HoldersRecord):
-        words = words._replace(said="what holds it was not searched for")
+    elif not (scans := found.rank.records.of(HoldersRecord)):
+        words = Words("what holds it was not searched for", _UNKNOWN_HOLDER)
+    elif not all(each.complete for each in scans):
+        words = Words("what holds it is not among the objects examined in time", _UNKNOWN_HOLDER)
     site = allocated_by(found) if found.gpu else None
     if site is not None:
         took = f"{binary_size(site.size)} in {count(site.steps, 'step')}"

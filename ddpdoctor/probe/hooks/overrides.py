@@ -68,10 +68,8 @@ def install_loader(module: ModuleType) -> None:
         _override(module.DataLoader, wanted)
 
 
-def _note(owner: type, name: str, value: object, was: object = "") -> None:
-    record = OverrideRecord(
-        owner=owner.__name__, name=name, value=str(value), was=str(was), **caller().place
-    )
+def _note(owner: type, name: str, value: object) -> None:
+    record = OverrideRecord(owner=owner.__name__, name=name, value=str(value), **caller().place)
     rank.add(record, _MOST, (owner, name, record.path, record.line))
 
 
@@ -93,7 +91,7 @@ def _override(owner: Any, wanted: dict[str, Value]) -> None:
                     or bound.arguments.get(name, 1) is None
                 ):
                     continue
-                _note(owner, name, value, bound.arguments.get(name, ""))
+                _note(owner, name, value)
                 bound.arguments[name] = value
             if wanted.get("num_workers") == 0:
                 for name in _NEED_WORKERS:

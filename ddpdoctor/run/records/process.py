@@ -62,7 +62,6 @@ class OverrideRecord(PlacedRecord):
     owner: str  # The class: ``DistributedDataParallel``
     name: str
     value: str
-    was: str = ""  # The value that the script gave. Empty without one.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
