@@ -67,8 +67,9 @@ def test_an_interrupt_leaves_nothing_behind(
     nodes: Make, number: signal.Signals, stage: Callable[[Host], object]
 ) -> None:
     checks = nodes(2)
-    # With a burn-in the ranks are there long enough to be seen.
-    running = [checks.start(host, checks.words(host, "--soak", "0.5")) for host in checks.lab.hosts]
+    # At any load torch is imported, and the burn-in lasts until the ranks are seen.
+    words = ("--timeout", "100", "--soak", "60")
+    running = [checks.start(host, checks.words(host, *words)) for host in checks.lab.hosts]
     wait_for(partial(stage, checks.lab.hosts[0]))
     for process, _, _ in running:
         interrupt(process, number)
