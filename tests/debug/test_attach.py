@@ -52,6 +52,7 @@ def two(doctor: Doctor) -> Iterator[Live]:
     live.finish().check_success()
 
 
+@pytest.mark.slow
 def test_a_live_run_from_every_side(doctor: Doctor, two: Live) -> None:
     ports = two.snapshot().manifest["debug"]["ports"]
     shown = doctor.cli("attach")

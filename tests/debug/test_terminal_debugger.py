@@ -202,6 +202,7 @@ def test_breakpoint_opens_the_prompt_in_the_jobs_terminal(job: Job) -> None:
         assert b"rank 0 has" in terminal.seen
 
 
+@pytest.mark.slow
 def test_a_run_without_debug_ports(doctor: Doctor) -> None:
     job = Job(doctor)
     job.start(options=("--no-debug",))

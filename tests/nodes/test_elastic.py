@@ -13,6 +13,7 @@ from tests.lab.checking import PORT, WITHOUT_TORCH, Make, agreeing, silent
 BY_ADDRESS = ("--rdzv-endpoint", f"10.77.0.1:{PORT}", "--rdzv-backend", "c10d")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [(), WITHOUT_TORCH], ids=["reduces", "without torch"])
 def test_a_name_that_a_peer_cannot_resolve(nodes: Make, more: Sequence[str]) -> None:
     """pytorch#85300: torchrun meets by the endpoint's address, and then its ranks wait."""

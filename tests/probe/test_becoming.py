@@ -93,6 +93,7 @@ def test_ranks_started_by_hand(doctor: Doctor) -> None:
     assert {rank.opened.local_rank for rank in result.run.ranks} == {None}
 
 
+@pytest.mark.slow
 def test_ranks_made_by_fork(doctor: Doctor) -> None:
     script = doctor.write(
         "forked.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,9 @@ def test_records_that_are_left_out(doctor: Doctor, place: int, path: Path) -> No
     result = doctor.run(*words, str(path), timeout=900)
     result.check_success()
     known: dict[int, set[str]] = {}
-    for what, run, whole in left_out(result.run):
+    # Where it is run every time, a third of the ways in which records are left out will do.
+    ways = islice(left_out(result.run), None, None, 3 if path.stem in SAMPLE else 1)
+    for what, run, whole in ways:
         if id(whole) not in known:
             known[id(whole)] = codes(whole)
         assert codes(run) <= known[id(whole)], what

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -60,6 +62,24 @@ COUNTED = {
 }
 """Loops with an optimizer, and how many steps they make."""
 
+RARE = {
+    "accumulation_without_a_loader",
+    "keyword_inputs",
+    "two_losses",
+    "two_optimizers",
+    "optimizer_state_made_for_a_checkpoint",
+    "optimizer_recreated",
+    "optimizer_recreated_with_a_scheduler",
+    "optimizer_in_an_optimizer",
+    "two_stages",
+    "reentrant_checkpoint",
+    "amp_switched_off",
+    "spawned_loader_workers",
+    "evaluation_within_an_epoch_cut_short",
+    "backward_fails_once",
+}
+"""Loops of another job, whose tests are slow: only 128 steps of one are surely followed."""
+
 FAILING = {"optimizer_fails_once": 5}
 """A job of its own: what it leaves behind would weigh on later loops."""
 
@@ -82,15 +102,15 @@ class Loops:
     run: Run
     windows: list[list[dict[str, Any]]]
     """By rank: of each loop its name, beginning, end and losses."""
-    others: Loops | None = None
-    """The loops of another job: only 128 steps of one are surely followed step by step."""
+    others: Callable[[], Loops] | None = None
+    """Run the job of the other loops, once."""
 
     def window(self, name: str, rank: int = 0) -> dict[str, Any]:
         return next(each for each in self._of(name).windows[rank] if each["name"] == name)
 
     def _of(self, name: str) -> Loops:
         known = any(each["name"] == name for each in self.windows[0])
-        return self if known or self.others is None else self.others
+        return self if known or self.others is None else self.others()
 
     def steps(self, name: str, rank: int = 0) -> list[StepRecord]:
         """The steps that ended within a loop."""
@@ -130,28 +150,31 @@ def run_loops(directory: Path, names: list[str], ranks: int) -> Loops:
 
 @pytest.fixture(scope="module")
 def loops(tmp_path_factory: pytest.TempPathFactory) -> Loops:
-    names = list(COUNTED)
-    half = names.index("epochs")
-    found = run_loops(tmp_path_factory.mktemp("loops"), names[half:], 2)
-    found.others = run_loops(tmp_path_factory.mktemp("others"), names[:half], 2)
+    @functools.cache
+    def others() -> Loops:
+        names = [name for name in COUNTED if name in RARE]
+        return run_loops(tmp_path_factory.mktemp("others"), names, 2)
+
+    names = [name for name in COUNTED if name not in RARE]
+    found = run_loops(tmp_path_factory.mktemp("loops"), names, 2)
+    found.others = others
     return found
 
 
-@pytest.fixture(scope="module")
-def failing_loops(tmp_path_factory: pytest.TempPathFactory) -> Loops:
-    return run_loops(tmp_path_factory.mktemp("failing"), list(FAILING), 2)
-
-
-@pytest.fixture(scope="module")
-def bare_loops(tmp_path_factory: pytest.TempPathFactory) -> Loops:
-    """Loops of a job that never makes an optimizer."""
-    return run_loops(tmp_path_factory.mktemp("bare"), list(COUNTED_WITHOUT_OPTIMIZER), 1)
+def by_loop(*rows: Any) -> list[Any]:
+    """Parameters that begin with the name of a loop. Those of rare loops are slow."""
+    found = []
+    for row in rows:
+        values = row if isinstance(row, tuple) else (row,)
+        marks = pytest.mark.slow if values[0] in RARE else ()
+        found.append(pytest.param(*values, id=values[0], marks=marks))
+    return found
 
 
 # -- how many
 
 
-@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize("name", by_loop(*COUNTED))
 def test_steps_are_counted(loops: Loops, name: str) -> None:
     # Where one optimizer takes over from another that stays alive, its first step looks like the
     # second half of a cycle of two; one step may be missed there.
@@ -221,7 +244,7 @@ def test_steps_follow_each_other_in_time(loops: Loops) -> None:
 
 @pytest.mark.parametrize(
     ("name", "samples"),
-    [
+    by_loop(
         ("plain", EVEN),
         ("accumulation_with_no_sync", [12, 10]),
         ("accumulation_with_sync", [12, 10]),
@@ -237,7 +260,7 @@ def test_steps_follow_each_other_in_time(loops: Loops) -> None:
         ("evaluation_with_the_module", EVEN * 2),
         ("evaluation_within_an_epoch", EVEN),
         ("evaluation_within_an_epoch_cut_short", EVEN),
-    ],
+    ),
 )
 def test_samples(loops: Loops, name: str, samples: list[int]) -> None:
     assert [step.samples for step in loops.steps(name)] == samples
@@ -250,7 +273,7 @@ def test_samples_without_an_optimizer(bare_loops: Loops, name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
+    by_loop(
         "plain",
         "without_a_loader",
         "two_losses",
@@ -261,7 +284,7 @@ def test_samples_without_an_optimizer(bare_loops: Loops, name: str) -> None:
         "loader_workers",
         "evaluation_with_ddp",
         "epochs",
-    ],
+    ),
 )
 def test_losses_are_those_of_the_job(loops: Loops, name: str) -> None:
     for rank in range(2):
@@ -276,7 +299,7 @@ def test_the_loss_of_an_accumulated_step_is_its_last(loops: Loops) -> None:
 
 @pytest.mark.parametrize(
     ("name", "backwards"),
-    [
+    by_loop(
         ("plain", 1),
         ("accumulation_with_no_sync", 3),
         ("accumulation_with_sync", 3),
@@ -285,7 +308,7 @@ def test_the_loss_of_an_accumulated_step_is_its_last(loops: Loops) -> None:
         ("reentrant_checkpoint", 1),
         ("amp", 1),
         ("loader_workers", 1),
-    ],
+    ),
 )
 def test_backwards_are_counted(loops: Loops, name: str, backwards: int) -> None:
     # A record leaves the usual single backward out; a reader sees 0 there.
@@ -317,12 +340,12 @@ def test_no_epoch_outlives_its_loader(loops: Loops) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [
+    by_loop(
         "evaluation_with_ddp",
         "evaluation_with_the_module",
         "evaluation_within_an_epoch",
         "evaluation_within_an_epoch_cut_short",
-    ],
+    ),
 )
 def test_evaluation_weighs_on_no_step(loops: Loops, name: str) -> None:
     assert max(step.total for step in loops.steps(name)) < LONG / 2
@@ -340,13 +363,13 @@ def test_evaluation_between_epochs_is_outside(loops: Loops) -> None:
 
 @pytest.mark.parametrize(
     ("name", "phase"),
-    [
+    by_loop(
         ("slow_data", "data"),
         ("slow_forward", "forward"),
         ("slow_optimizer", "optimizer"),
         ("slow_other", "other"),
         ("backward_fails_once", "other"),
-    ],
+    ),
 )
 def test_a_sleep_is_in_its_phase_and_no_other(loops: Loops, name: str, phase: str) -> None:
     for rank in range(2):

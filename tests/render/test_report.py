@@ -195,6 +195,7 @@ def test_a_live_run(doctor: Doctor, capsys: pytest.CaptureFixture[str]) -> None:
     live.finish()
 
 
+@pytest.mark.slow
 def test_the_newest_run_that_is_over(doctor: Doctor) -> None:
     script = doctor.write("fail.py", "import sys\nraise ValueError('again')\n")
     command = [sys.executable, "-m", "ddpdoctor", "run", "--debug-port", "0", "--nproc-per-node"]

@@ -171,6 +171,7 @@ sys.exit(cli.main(words))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_ranks_of_another_user_are_not_asked(stuck: Stuck) -> None:
     def as_nobody() -> Result:

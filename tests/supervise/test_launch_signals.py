@@ -103,6 +103,7 @@ GROUP = """import torch.distributed as dist
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)"""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["", "import torch", GROUP], ids=["bare", "torch", "group"])
 def test_python_dies_of_ctrl_c_as_it_does_alone(first: str, doctor: Doctor) -> None:
     # A shell's loop ends only if it sees that; Python forgets it if it runs a text meanwhile.

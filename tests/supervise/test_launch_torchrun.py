@@ -103,6 +103,7 @@ def test_torchruns_options_do_what_they_do(words: list[str], doctor: Doctor) -> 
     assert seen(ours.finish()) == seen(plain.finish()) != []
 
 
+@pytest.mark.slow
 def test_pet_variables_and_tee(doctor: Doctor) -> None:
     doctor.write("hello.py", "print('hello')")
     environ = {"PET_NPROC_PER_NODE": "2", "PET_LOG_DIR": "logs"}

@@ -140,6 +140,7 @@ def test_a_command_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -
     assert sent.pids == set()
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_is_sent_to_a_command_and_ends_as_it_would(doctor: Doctor) -> None:
     source = "import torch.distributed as d\nd.init_process_group('gloo')\n1/0\n"
     doctor.write("fails.py", source)

@@ -317,6 +317,7 @@ def test_kill_everything_but_the_ranks(
     assert_all_end(doctor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
