@@ -161,6 +161,17 @@ def loops(tmp_path_factory: pytest.TempPathFactory) -> Loops:
     return found
 
 
+@pytest.fixture(scope="module")
+def failing_loops(tmp_path_factory: pytest.TempPathFactory) -> Loops:
+    return run_loops(tmp_path_factory.mktemp("failing"), list(FAILING), 2)
+
+
+@pytest.fixture(scope="module")
+def bare_loops(tmp_path_factory: pytest.TempPathFactory) -> Loops:
+    """Loops of a job that never makes an optimizer."""
+    return run_loops(tmp_path_factory.mktemp("bare"), list(COUNTED_WITHOUT_OPTIMIZER), 1)
+
+
 def by_loop(*rows: Any) -> list[Any]:
     """Parameters that begin with the name of a loop. Those of rare loops are slow."""
     found = []
