@@ -61,7 +61,8 @@ def across_nodes(
                 here = f"{len(meeting.nodes)} of {meeting.expected} nodes are here"
                 return could_not_run(f"{here}: {outcome.detail}")
             test = meeting.report.reduction
-            if name in REDUCING and outcome.status is Status.SKIPPED and test.reported:
+            refused = outcome.status is Status.SKIPPED and outcome.detail == test.skipped
+            if name in REDUCING and refused and test.reported:
                 return _unless_reported(situation, outcome, test.reported)
             return outcome
 
