@@ -46,7 +46,7 @@ _MODULES = {
     "rule": "ddpdoctor.core.finding",
 }
 
-if not TYPE_CHECKING:  # Else a type checker would take every name for one of ours.
+if not TYPE_CHECKING:  # Otherwise a type checker would accept any name as one of ours.
 
     def __getattr__(name: str) -> object:
         """Import a public name when it is first used."""

@@ -82,7 +82,7 @@ def _say(text: str) -> None:
 
 
 def _drop_output() -> None:
-    """Write what is left in the output buffer nowhere."""
+    """Redirect standard output to /dev/null, to discard what is still buffered."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 

@@ -1,4 +1,4 @@
-"""The magics of notebooks: ``%load_ext ddpdoctor``, then ``%%ddp --nproc 2`` in a cell.
+"""IPython magics for notebooks: ``%load_ext ddpdoctor``, then ``%%ddp --nproc 2`` in a cell.
 
 The cell becomes a script that ``ddpdoctor run`` starts. Its output appears as it is written, its
 findings when it has ended.

@@ -97,7 +97,7 @@ def _compared(names: Sequence[str]) -> Comparison:
     return compare(before, after)
 
 
-_MAX_RANKS = 8  # Ranks with a line of their own
+_MAX_RANKS = 8  # Maximum number of ranks that get their own line
 _MIN_CHANGE = 0.01  # Changes below this share of a step do not count
 
 

@@ -231,7 +231,7 @@ def grouped(texts: Mapping[int, str]) -> list[tuple[list[int], str]]:
 
 
 def grouped_lines(texts: Mapping[int, str]) -> Iterator[str]:
-    """Yield lines for a terminal: ``ranks 0-6: 0.731``. Longer texts stand below their ranks."""
+    """Yield lines for a terminal: ``ranks 0-6: 0.731``. Longer texts go below their ranks."""
     for ranks, text in grouped(texts):
         head = f"rank {ranks[0]}:" if len(ranks) == 1 else f"ranks {spans(ranks)}:"
         lines = [shown(line, "\t") for line in text.split("\n")]

@@ -234,7 +234,7 @@ def integer(found: Mapping[str, object], key: str, default: int = 0) -> int:
 
 
 def whole(text: str | bytes, default: int = 0) -> int:
-    """Parse an integer. ``default`` if it is none or too long."""
+    """Parse an integer. Return ``default`` if the text is not one, or is too long."""
     try:
         return int(text) if len(text) < 20 else default
     except ValueError:

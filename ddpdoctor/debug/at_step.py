@@ -36,7 +36,7 @@ def ask(
         found[rank] = sessions[rank].ask(command, step=step, **arguments)
 
     troubles = for_each(ranks, reach)
-    # Only now, since the ranks go on while others are connected to.
+    # Read the step only now: ranks keep training while the others are being connected to.
     step = _step(glance(run.path), ranks, lead)
     troubles |= for_each(sessions, send)
     for session in sessions.values():

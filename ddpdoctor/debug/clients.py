@@ -40,7 +40,7 @@ NATIVE_NOTE = (
     "they may run code of the job, and what they assign is lost"
 )
 
-_FIRST_REFERENCE = 1 << 30  # Our first reference. Those of debugpy count from 1
+_FIRST_REFERENCE = 1 << 30  # Our first reference. debugpy counts from 1
 _LAST_REFERENCE = (1 << 31) - 1  # The protocol has 31 bits
 
 _EXPANDED = frozenset({"scopes", "variables", "evaluate"})
@@ -159,9 +159,9 @@ CHUNK_SIZE = 1 << 16
 
 EVALUATE, PROFILE = "ddpdoctor/evaluate", "ddpdoctor/profile"
 AT_STEP = {EVALUATE: "evaluate_at_step", PROFILE: "profile_steps"}
-"""The one request of a connection of `ddpdoctor eval` or `profile`, and what the rank is asked."""
+"""Maps the one request on a connection of `ddpdoctor eval` or `profile` to the rank's command."""
 _ARGUMENTS = {EVALUATE: ("expression",), PROFILE: ("steps", "folder", "memory")}
-MAX_WAIT = 3600.0  # Seconds that it waits for its steps at most
+MAX_WAIT = 3600.0  # Maximum seconds for which it waits for its steps
 WRITE_TIMEOUT = 60.0  # Seconds for a rank to write its trace after its steps
 
 
@@ -262,7 +262,7 @@ class Clients:
         return self._project.objection(arguments, port) if self._project is not None else ""
 
     def end_job(self, slot: Slot) -> None:
-        """End the job if Stop in its debugger is to do so."""
+        """End the job if Stop in the debugger is meant to end it."""
         if self._ends_job:
             self._ends_job = False
             self._ranks.report_rank(slot, "stop")
@@ -561,7 +561,7 @@ class _FarPort:
 
     node: int
     host: str
-    index: int  # Of the port on that node
+    index: int  # Index of the port on that node
     rank: int
     number: int
     close: Callable[[], None]
@@ -572,10 +572,10 @@ class OtherNodes:
     """The ports for the ranks of other nodes.
 
     Args:
-        ranks: The ranks of this node, which also hear of those of other nodes.
+        ranks: The ranks of this node. Clients also hear about those of other nodes.
         clients: Runs the sessions.
         admission: Admits the same users as to the ports of this node.
-        bind: Listens on a number of ports from a given one on.
+        bind: Listens on that many consecutive ports from a given one.
         first: The port of rank 0.
         directory: The run directory.
     """

@@ -249,7 +249,7 @@ def _claims(workspace: Path) -> list[dict[str, Any]]:
 ARRIVAL_TIMEOUT = 2.0  # Seconds for all ranks to reach the same breakpoint
 
 MIN_WAIT_STEPS = 3
-"""Minimum steps' time of a phase to count as a wait, since backward is long on a slow machine."""
+"""Minimum length of a phase, in steps, to count as a wait: backward is slow on a slow machine."""
 
 
 class PartialStops:

@@ -356,7 +356,7 @@ class Ports:
     Attributes:
         host: The address they are bound to.
         listeners: One per local rank, with consecutive ports.
-        moved: Whether the requested block was taken.
+        moved: Whether the requested block was in use, so that another one was chosen.
         root: The socket for sessions with all ranks.
     """
 

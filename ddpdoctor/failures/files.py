@@ -107,7 +107,7 @@ def _of_zstd(name: str, stream: IO[bytes]) -> IO[bytes]:
         except ImportError:
             continue
     raise DoctorError(
-        f"{name} is compressed with zstd, for which a package is missing",
+        f"{name} is compressed with zstd, and no package that reads it is installed",
         f"pip install zstandard, or: zstd -dc {name} | ddpdoctor report --log -",
     )
 

@@ -92,7 +92,7 @@ _ENDS_WITH = replace(
     known=ERROR_LINE.known._replace(name=LAST_WORDS),
     says="printed a line that tells of a failure",
 )
-"""What is said of a log that shows no known failure, but ends with words for one."""
+"""Reported for a log without a known failure whose last lines sound like one."""
 
 _SPAWNING = re.compile(r"[/\\]torch[/\\]multiprocessing[/\\]spawn\.py$")
 """The innermost file of a process that waits for those that it spawned."""
@@ -111,7 +111,7 @@ _STATED = re.compile(
 _RECOVERS = re.compile(
     r"(?i)\bretr(?:y|ies)|\bfall(?:s|ing)? ?back|\bskip|\bignor|\binstead\b|\bdefault|\bcontinu"
 )
-"""What a job says that goes on after an error."""
+"""Words by which a job says that it continues after an error."""
 
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
 
@@ -135,7 +135,7 @@ class LogReader:
         self._work = Counter[str]()
         self._head: frozenset[str] = frozenset()
         """Shapes of the log's first lines, with which each run begins."""
-        self._begins = False  # Whether such a line came after the end
+        self._begins = False  # Whether such a line followed that end
         self._tracebacks = Tracebacks()
         self._scan = Scan()
         self._before: deque[str] = deque(maxlen=40)
@@ -211,7 +211,7 @@ class LogReader:
         found = corrected(sorted(self._occurrences, key=lambda each: each.order))
         self._was_done(found)
         self._count_behind(found)
-        # What follows from another failure says less than a line that tells of one.
+        # Consequences of another failure say less than a line that reports one.
         reported = any(
             (each.final or each.uncaught)
             and (each.weight > Weight.CONSEQUENCE or each.weight == Weight.REMARK)
@@ -266,7 +266,7 @@ class LogReader:
         return progress or failure.last + len(texts) + 1 < self._number
 
     def _last_words(self, after: int) -> list[Occurrence]:
-        """Return the last lines that tell of a failure, unless the job goes on or was done.
+        """Return the last lines that report a failure, unless the job continues or had finished.
 
         Some of them mention a known cause without the form in which it reports itself.
 

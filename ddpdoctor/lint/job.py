@@ -130,7 +130,7 @@ class SourceCheck:
         self._found = faults.guarded("the check of the job's code", look) or []
 
     def news(self, timeout: float = 0.0) -> list[Finding]:
-        """Return the errors once, after the check. Wait at most this many seconds for it."""
+        """Return the errors of the check once. Wait at most ``timeout`` seconds for its end."""
         if timeout:
             self._thread.join(timeout)
         if self._reported or self._thread.is_alive():

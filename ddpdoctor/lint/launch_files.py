@@ -332,7 +332,7 @@ def _rendezvous(
 def _hurtful(
     variables: Mapping[str, tuple[str, int]], lines: Sequence[str] = ()
 ) -> Iterator[Fault]:
-    """Yield debugging variables, as infos if they have a comment."""
+    """Yield faults for debugging variables: infos if a comment is next to them."""
     for name, (value, line) in variables.items():
         wrong, effect = _HURTFUL.get(name, ("", ""))
         meant = any("#" in each for each in lines[max(line - 2, 0) : line])
@@ -350,7 +350,7 @@ def _of_yaml(text: str) -> Iterator[Fault]:
     try:
         import yaml
     except ImportError:
-        return  # `ddpdoctor lint` says so
+        return  # `ddpdoctor lint` reports that PyYAML is missing
     try:
         documents = list(yaml.compose_all(text, Loader=yaml.SafeLoader))
     except (yaml.YAMLError, RecursionError, ValueError):
@@ -514,7 +514,7 @@ def _of_deepspeed(text: str) -> Iterator[Fault]:
     if known and "train_batch_size" in config and whole % (micro * steps):
         yield Fault(
             line(names[0]), "DDP001", Severity.ERROR,
-            f"train_batch_size {whole} is no multiple of {micro} samples a GPU times {steps} "
+            f"train_batch_size {whole} is not a multiple of {micro} samples a GPU times {steps} "
             "accumulation steps, so no number of ranks fits",
             "Leave out train_batch_size: DeepSpeed computes it.",
         )  # fmt: skip

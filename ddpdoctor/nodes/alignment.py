@@ -35,7 +35,7 @@ class Sample(NamedTuple):
     """One reading of the head's clock."""
 
     ahead: int  # Nanoseconds by which the head's clock is ahead
-    error: int  # The true value is at most so far away
+    error: int  # Maximum error of :attr:`ahead`, in nanoseconds
 
 
 class HeadClock:

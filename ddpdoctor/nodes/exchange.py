@@ -30,9 +30,9 @@ from ddpdoctor.run.records.process import StoreRecord
 from ddpdoctor.run.records.supervisor import HeadRecord
 from ddpdoctor.run.records.typed_json import decoder, required
 
-LOOK_EVERY = 0.5  # Seconds between two looks into the job's store
+LOOK_EVERY = 0.5  # Seconds between two reads of the job's store
 END_TIMEOUT = 3.0  # Seconds in which the last records are sent
-FAILED_TIMEOUT = 8.0  # The same if the job has failed, which the head's end may be the reason of
+FAILED_TIMEOUT = 8.0  # The same if the job has failed, perhaps because the head ended
 LEAVE_TIMEOUT = 4.0  # Seconds for which the head waits for the last records of other nodes
 MAX_FAILURES = 20
 LOG = "nodes.log"
@@ -91,7 +91,7 @@ class Exchange:
     # -- the supervisor
 
     def read(self) -> None:
-        """Read the lines of the supervisor. Its end is ours."""
+        """Read the supervisor's lines. Exit when the supervisor ends."""
         data = os.read(0, 1 << 16)
         if not data:
             raise SystemExit
@@ -176,7 +176,7 @@ class Exchange:
         key = f"ddpdoctor/{attempt.store.job}"
         invitation = self._head.invitation if self._head is not None else None
         if invitation is None and attempt.leads and self._is_linked and self._member is not None:
-            # An attempt whose rank 0 is on another node than before: the head stays.
+            # Rank 0 of this attempt is on another node than before: keep the head.
             invitation = self._member.invitation
         if invitation is not None:
             if self._published != attempt.store:
@@ -242,7 +242,7 @@ class Exchange:
 def main(argv: list[str]) -> None:
     """Run the exchange: ``DIRECTORY JOURNAL_BYTES LAUNCHER [--debug-nodes]``."""
     directory, journal_bytes, launcher = Path(argv[0]), int(argv[1]), int(argv[2])
-    # What goes wrong here is no subject of the job's terminal.
+    # Keep errors of this process out of the job's terminal.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     with contextlib.suppress(OSError):
         os.dup2(os.open(directory / LOG, flags, 0o600), 2)

@@ -44,19 +44,19 @@ COMPARED_SECONDS = 1.0  # Seconds over which CPU time and bytes are compared
 STACKS_TIMEOUT = 3.0
 """Seconds to wait for stacks, and, `COMPARED_SECONDS` later, for the Flight Recorders' answers."""
 
-MAX_CALLS = 24  # Collectives of a ring that are kept
+MAX_CALLS = 24  # Number of collectives of a ring to keep
 
 PHASES = ("data", "forward", "backward", "optimizer")
 """Phases whose lines are kept. They describe the work of a GPU."""
 
-MAX_FRAMES = 48  # Frames of a main thread that are kept, the innermost ones
+MAX_FRAMES = 48  # Number of innermost frames of a main thread to keep
 
-MAX_OTHER_FRAMES = 8  # Frames of any other thread that are kept
+MAX_OTHER_FRAMES = 8  # The same for any other thread
 
 MAX_THREADS = 24
-MAX_WORKERS = 4  # Workers of a rank's DataLoader whose stacks are taken
+MAX_WORKERS = 4  # Maximum number of DataLoader workers of a rank whose stacks are captured
 
-MAX_SUSPECTS = 16  # Ranks whose stacks are taken twice, to distinguish a loop from a wait
+MAX_SUSPECTS = 16  # Maximum ranks whose stacks are captured twice, to tell a loop from a wait
 
 
 class Seen(NamedTuple):

@@ -55,7 +55,7 @@ SILENT_TIMEOUT = 10.0  # Seconds without a message after which a node is lost
 MAX_NODES = 4096
 MAX_ADDRESSES = 16
 MAX_QUESTION = 64 << 10  # Bytes of a question
-MAX_ASKERS = 16  # Questions that wait for answers at a time
+MAX_ASKERS = 16  # Maximum number of processes that wait for answers
 SAME_ATTEMPT_NS = 300 * 10**9
 """Maximum nanoseconds between the starts of an attempt on two nodes."""
 
@@ -75,7 +75,7 @@ class Invitation(Part):
 
 
 def addresses_of(preferred: str) -> tuple[str, ...]:
-    """Return the addresses of this machine, the one that the job uses first, loopback last."""
+    """Return this machine's addresses: that of the ``preferred`` host first, loopback last."""
     own = [
         each.address.partition("%")[0]
         for name, interface in psutil.net_if_addrs().items()
@@ -104,7 +104,7 @@ class _Peer:
     taken: int = 0
     lost: bool = False
     left: bool = False
-    refused: bool = False  # It has sent what no node sends
+    refused: bool = False  # It has sent an invalid message
     clock: Clock | None = None
     attempts: dict[int, int] = field(default_factory=dict)
 
@@ -202,7 +202,7 @@ class Head:
                 return
             found = link.unpacked(frames, MESSAGES) if frames else None
             if found is not None:
-                # What a node sends may be anything. The other nodes are served on.
+                # A node may send anything. Keep serving the other nodes.
                 with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
                     self._handle(identity, *found)
 
@@ -273,7 +273,7 @@ class Head:
             try:
                 self._mirror.take(peer.number, message.pieces, blob)
             except RefusedError as error:
-                # No node sends this, so it is no matter for the user.
+                # ddpdoctor never sends this, so do not bother the user with it.
                 if not peer.refused:
                     peer.refused = True
                     self._note(peer, "joined", why=f"refused: {error}"[:200])
@@ -344,7 +344,7 @@ class Head:
     # -- requests and questions
 
     def tick(self) -> None:
-        """Do what is due: lost nodes, new requests of the supervisor, late answers."""
+        """Handle lost nodes, new requests from the supervisor, and overdue answers."""
         now = time.monotonic()
         for peer in self._peers.values():
             if not peer.left and not peer.lost and now - peer.heard > SILENT_TIMEOUT:
@@ -417,7 +417,7 @@ class Head:
         with contextlib.suppress(ValueError, OSError):
             found = opening.loads(blob)
             line = dumped({"node": peer.number, "host": peer.host, "found": found}) + b"\n"
-            # The asker reads at once. One that does not loses its answer.
+            # A process that asks reads at once. If it does not, it loses the answer.
             asker.connection.settimeout(1.0)
             asker.connection.sendall(line)
         asker.waiting.discard(peer.number)

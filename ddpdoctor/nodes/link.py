@@ -113,7 +113,7 @@ def packed(message: Record, blob: bytes = b"") -> list[bytes]:
 def unpacked(
     frames: Iterable[bytes], kinds: Mapping[str, type[Record]]
 ) -> tuple[Record, bytes] | None:
-    """Return the message of some frames, and its blob. None if it is not of a known kind."""
+    """Decode ZeroMQ frames into a message and its blob. None if its kind is unknown."""
     head, *blobs = frames
     message = parse(head, kinds)
     if message is None or len(blobs) > 1:

@@ -48,11 +48,11 @@ from ddpdoctor.run.records.base import Record
 SHIP_EVERY = 1.0  # Seconds between two messages with files
 PING_EVERY = 1.0
 FIRST_PINGS = 8  # Pings in quick succession, after which the clock is known
-MAX_PENDING = 4  # Messages with files that the head has not taken yet
+MAX_PENDING = 4  # Maximum number of messages with files that the head has not confirmed
 LOST_TIMEOUT = 15.0  # Seconds without a message after which the head is lost
 CONNECT_TIMEOUT = 1.5  # Seconds to try one address of the head
 WELCOME_TIMEOUT = 20.0  # Seconds for the head to accept a connection
-MAX_QUESTIONS = 8  # Questions that are answered at a time
+MAX_QUESTIONS = 8  # Maximum number of questions that are answered at the same time
 SMALL_CHANGE_NS = 1_000_000  # Changes of the clock's estimate that are not worth a message
 
 
@@ -105,7 +105,7 @@ class Member:
 
     @property
     def looks_for_head(self) -> bool:
-        """Whether no connection was begun, and one to a new head would help."""
+        """Whether there is no connection, and one to a new head would help."""
         return self._socket is None and not self._refused
 
     def invite(self, invitation: Invitation) -> None:
@@ -121,7 +121,7 @@ class Member:
         while invitation is not None and self._tried:
             address = self._tried.popleft()
             try:
-                # ZeroMQ would try for ever and not say why.
+                # ZeroMQ would keep trying forever, without giving a reason.
                 socket.create_connection((address, invitation.port), CONNECT_TIMEOUT).close()
             except OSError:
                 continue
@@ -250,10 +250,10 @@ class Member:
             return False
         return True
 
-    # -- what is due
+    # -- tasks that are due
 
     def tick(self) -> None:
-        """Do what is due: connect again, ping, send files and answers."""
+        """Perform the tasks that are due: reconnect, ping, send files and answers."""
         now = time.monotonic()
         if self._socket is None:
             return

@@ -52,7 +52,7 @@ class Clock(Record):
     kind = "clock"
 
     ahead: int
-    error: int  # The true value is at most so far away
+    error: int  # Maximum error of :attr:`ahead`, in nanoseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ _SIZES = {"status": PAGE_SIZE, "collectives": RING_SIZE, "fault": opening.MOST_T
 
 
 class RefusedError(Exception):
-    """A node sent what no node sends."""
+    """A node sent an invalid message."""
 
 
 class Mirror:

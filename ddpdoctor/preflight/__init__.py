@@ -28,6 +28,6 @@ for _line in _TABLE.strip().splitlines():
     for _name in _names.split():
         CHECKS[_name] = replace(CHECKS.pop(_name), group=_group)
 plugins.load(plugins.CHECKS, CHECKS)
-# Those of plug-ins stand behind ours, but before the checks across nodes.
+# Checks of plug-ins come after ours, but before the checks across nodes.
 for _name in [name for name, each in CHECKS.items() if each.scope == "nodes"]:
     CHECKS[_name] = CHECKS.pop(_name)

@@ -29,7 +29,7 @@ _SKIPPED = ("node_modules", "site-packages", "__pycache__", "venv", "env", "buil
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Code(Part):
-    """A script and the files beside it."""
+    """A script and the files next to it."""
 
     script: str  # Its absolute path. Empty if the job is not a script.
     text: str = ""  # Its source. Empty if it is too long.
@@ -73,7 +73,7 @@ def look(script: Path | None) -> Code:
 def read(directory: Path, node: int = 0) -> Code | None:
     """Return the recorded code of a node, or None if it cannot be read.
 
-    Node 0 is the one whose run directory it is.
+    Node 0 is the node that the run directory belongs to.
     """
     name = of_node(CODE, node) if node else CODE
     try:

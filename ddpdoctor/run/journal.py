@@ -60,7 +60,7 @@ class Journal:
         limit: Maximum bytes of both segments together.
 
     Raises:
-        OSError: From any method, if the disk refuses it.
+        OSError: The disk refused a write, in any method.
     """
 
     def __init__(self, path: str, limit: int) -> None:

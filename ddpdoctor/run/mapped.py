@@ -183,7 +183,7 @@ class SuspicionWriter:
 
 
 def moved_suspicion(content: bytes, attempts: Mapping[int, int]) -> bytes:
-    """Return the content of another node's file with the number that the attempt has here.
+    """Return the content of another node's file with this node's number of the attempt.
 
     Raises:
         ValueError: It is cut short.

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-SEGMENTS = 6  # Segments of a span
+SEGMENTS = 6  # Number of segments of a span
 EARLY_SEGMENTS = 4  # The same for a rank that grows too fast to wait for more steps
 MIN_POINTS = 2  # Minimum number of readings in a segment
 MIN_RISE, MAX_RISE = 0.5, 1.8  # Minimum rise between segments, as a ratio to the mean rise
-MIN_LATE_RISE = 0.88  # Mean rise in the later half of the segments, as the same ratio
-WARM_UP_STEPS = 4  # Warm-up steps, which do not count
+MIN_LATE_RISE = 0.88  # Minimum mean rise in the later half of the segments, as the same ratio
+WARM_UP_STEPS = 4  # Number of warm-up steps, which do not count
 
 
 class Growth(NamedTuple):

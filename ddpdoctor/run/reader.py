@@ -2,8 +2,8 @@
 
 Journals are read as they grow, within a memory limit that all journals of a run directory share. A
 run directory may come from anybody, with any number of journals of any length, whose JSON takes
-thirty times its size in memory. What exceeds the limit is left out, the older half of the largest
-journals first, and reported.
+thirty times its size in memory. Records beyond the limit are left out, the older half of the
+largest journals first, and reported.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from ddpdoctor.run.status import read_status
 # -- Journals
 
 
-WINDOW = 512  # Newest step records kept of a journal
-SPLIT_WINDOW = 128  # Newest split step records kept of a journal
+WINDOW = 512  # Number of newest step records kept of a journal
+SPLIT_WINDOW = 128  # Number of newest split step records kept of a journal
 
 MAX_KEPT = 48 << 20
-"""Bytes of memory for the records of all journals, without steps
+"""Maximum bytes of memory for the records of all journals, without steps
 (:func:`ddpdoctor.core.opening.expanded`)."""
 
 MAX_PARSED = 1 << 30
-"""Bytes of memory for all records that are parsed in one poll, which limits its time."""
+"""Maximum bytes of memory for all records parsed in one poll, which limits its time."""
 
 MAX_NEW = 256 << 20
-"""Bytes of a journal's segment that are read in one poll. If there are more, only the last ones."""
+"""Maximum bytes of a journal's segment that are read in one poll: its last ones."""
 
 MAX_NEW_OF_ALL = 2 << 30  # The same for all journals together. Each has its share.
-MAX_LINE = 2 << 20  # Bytes of a record. A longer one is left out.
+MAX_LINE = 2 << 20  # Maximum bytes of a record. Longer ones are left out.
 
 _MIN_NEW = 1 << 20
 _CHUNK = 1 << 20
@@ -82,7 +82,7 @@ class MemoryBudget:
         self._journals.append(journal)
 
     def took(self, size: int) -> None:
-        """Account for ``size`` more bytes, or less. If that is too much, thin large journals."""
+        """Add ``size`` bytes, which may be negative. If that is too much, thin large journals."""
         self._size += size
         if self._size <= self.most:
             return
@@ -99,7 +99,7 @@ class JournalReader:
 
     Args:
         path: The journal.
-        window: Step records to keep.
+        window: Number of step records to keep.
         room: The memory shared with other journals, by default not shared.
         kinds: The records that it may hold.
     """
@@ -111,7 +111,7 @@ class JournalReader:
         room: MemoryBudget | None = None,
         kinds: Mapping[str, type[Record]] = RANK_RECORDS,
     ) -> None:
-        self.left_out = ""  # A description of what was left out because there is too much
+        self.left_out = ""  # Describes the records left out because there are too many
         self.thinned = 0  # Number of times that records were dropped
         self.size = 0  # Estimated bytes of memory of the records
         self._kinds = kinds
@@ -148,7 +148,7 @@ class JournalReader:
         return tuple(self._split_lines)
 
     def poll(self) -> bool:
-        """Read what was written since the last call. Return whether anything was read."""
+        """Read the data written since the last call. Return whether there was any."""
         self._parses = self._room.parsed
         with contextlib.ExitStack() as stack:
             fresh = False
@@ -232,7 +232,7 @@ class JournalReader:
         self._parses -= size
         # A record as large as a quarter of the room would leave too little for others.
         if 4 * size > self._room.most or self._parses < 0:
-            self.left_out = f"{self._path.name}: records of more than their share"
+            self.left_out = f"{self._path.name}: records beyond its share of memory"
             return
         record = parse(line, self._kinds)
         if record is None:
@@ -260,18 +260,18 @@ class JournalReader:
         self.size = sum(size for _, size in self._kept.values())
         self._records = None
         self.thinned += 1
-        self.left_out = f"{self._path.name}: older records than fit"
+        self.left_out = f"{self._path.name}: older records that do not fit"
         return before - self.size
 
 
 # -- Run directories
 
 
-MAX_STEPS = 32 * WINDOW  # Step records that a snapshot keeps of all ranks
-MAX_RANKS = 1024  # Ranks of all attempts in a snapshot, those of the newest attempts first
-MIN_EXPANDED = 64  # Steps that the lines of a rank are expanded to, however many ranks there are
-MAX_EXPANDED_OF_ALL = 1 << 16  # The same for all ranks together
-MAX_TEXT = 8 << 20  # Bytes read of the ends of all outputs of ``faulthandler``
+MAX_STEPS = 32 * WINDOW  # Maximum number of step records of all ranks in a snapshot
+MAX_RANKS = 1024  # Maximum number of ranks of all attempts in a snapshot, newest first
+MIN_EXPANDED = 64  # Minimum number of steps that a rank's lines may be expanded to
+MAX_EXPANDED_OF_ALL = 1 << 16  # Maximum number for all ranks together
+MAX_TEXT = 8 << 20  # Maximum bytes read from the ends of all outputs of ``faulthandler``
 
 _MAX_REMARKS = 20
 STATUS_PAGE = re.compile(r"rank-(\d{4,})\.r(\d+)\.status$")
@@ -286,7 +286,7 @@ class RunReader:
 
     Args:
         path: The directory.
-        window: Step records to keep per rank.
+        window: Number of step records to keep per rank.
         lenient: Read the rest of a directory whose ``run.json`` is missing or damaged.
         own: Refuse a ``run.json`` of another user, because the caller acts on its contents.
 
@@ -343,7 +343,7 @@ class RunReader:
         return found[0], found[1]
 
     def snapshot(self) -> Run:
-        """Read what is new and return the whole run."""
+        """Read new data and return the whole run."""
         names = opening.names(self.path)
         pages, more = _pages(names)
         strays = [each for each in names if each.startswith("process-") and each.endswith(".jsonl")]
@@ -370,7 +370,7 @@ class RunReader:
         stray_records = [record for name in strays for record in self._journal(name).records]
         left_out = [each.left_out for each in self._journals.values() if each.left_out]
         if left_out:
-            rest = f", and so of {len(left_out) - 1} more" if len(left_out) > 1 else ""
+            rest = f", and the same in {len(left_out) - 1} more" if len(left_out) > 1 else ""
             left_out = [f"{left_out[0]}{rest}"]
         stderr, stderr_elsewhere = self._stderr(names)
         return Run(
@@ -454,7 +454,7 @@ def _pages(names: Iterable[str]) -> tuple[list[_Page], int]:
 
 
 def _too_many_files(names: Sequence[str], ranks: int, strays: Sequence[str]) -> Iterator[str]:
-    """Say what is left out of a directory with too many files."""
+    """Yield remarks on the files left out of a directory with too many."""
     if len(names) >= opening.MOST_NAMES:
         yield f"more than {opening.MOST_NAMES} files: the others are left out"
     if ranks:
@@ -464,14 +464,14 @@ def _too_many_files(names: Sequence[str], ranks: int, strays: Sequence[str]) -> 
 
 
 def _of_node(record: Record) -> Record:
-    """Return the record of another supervisor without the port, which belongs to its node."""
+    """Return another supervisor's record without its port, which means nothing on this node."""
     return replace(record, port=None) if isinstance(record, DebugRecord) else record
 
 
 def _first_remarks(remarks: Sequence[str]) -> Iterator[str]:
     yield from remarks[:_MAX_REMARKS]
     if len(remarks) > _MAX_REMARKS:
-        yield f"and so of {len(remarks) - _MAX_REMARKS} more files"
+        yield f"and {len(remarks) - _MAX_REMARKS} more files like these"
 
 
 def glance(path: Path) -> Run:

@@ -1,4 +1,4 @@
-"""The findings reported of a live run: which still stand, and their full tracebacks."""
+"""The findings reported about a live run: which still hold, and their full tracebacks."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
 
 
-MAX_MISSING = 3  # Examinations in a row without a finding before it is withdrawn
-MAX_WITHDRAWALS = 1  # Withdrawals of a finding before a new one waits for the job's end
+MAX_MISSING = 3  # Number of examinations in a row without a finding before it is withdrawn
+MAX_WITHDRAWALS = 1  # Number of withdrawals of a finding before a new one waits for the job's end
 
 Why = Literal["explained", "restated", "untrue", "over"]
 
@@ -74,17 +74,17 @@ Event = Reported | Withdrawn
 @dataclass
 class _Entry:
     reported: Reported
-    now: Finding  # The finding as the latest examination made it
+    now: Finding  # The finding as made by the latest examination
     missing: int = 0
 
 
 class FindingLog:
-    """Compares each examination with what was reported before.
+    """Compares each examination with the earlier reports.
 
     All reports minus all withdrawals are :attr:`current`. A finding that comes and goes is not
     reported each time: it is withdrawn once it is missing for a while, or at once if another
     finding explains or replaces it. It is withdrawn only once until the job has ended. Findings
-    about an attempt that was followed by another one stay.
+    about an attempt that was followed by another one are never withdrawn.
     """
 
     def __init__(self) -> None:
@@ -95,11 +95,11 @@ class FindingLog:
 
     @property
     def current(self) -> list[Finding]:
-        """The standing findings, the worst first."""
+        """The findings that still hold, the worst first."""
         return worst_first(entry.now for entry in self._entries.values())
 
     def take(self, found: Sequence[Finding], run: Run, unread: Collection[str] = ()) -> list[Event]:
-        """Compare an examination with the reports so far and return what to report of it.
+        """Compare an examination with the reports so far, and return the resulting events.
 
         Args:
             found: The findings.
@@ -118,7 +118,7 @@ class FindingLog:
                 lacking.append((identity, entry))
         gone = []
         for identity, entry in lacking:
-            # A finding with more ranks, or fewer, is not new.
+            # A finding with more or fewer ranks is not new.
             same = next((each for each in there.values() if _continues(entry.now, each)), None)
             if same is not None and identity not in there:
                 del there[same.identity]
@@ -129,7 +129,7 @@ class FindingLog:
         for identity, entry in gone:
             verdict = self._verdict(identity, entry, found, there, run)
             if verdict is None:
-                # It stands as it was reported, so the new form is not reported beside it.
+                # The earlier report still holds, so its new form is not reported as well.
                 there.pop(identity, None)
                 continue
             del self._entries[identity]
@@ -164,7 +164,7 @@ class FindingLog:
         new: Mapping[object, Finding],
         run: Run,
     ) -> tuple[Why, str, str] | None:
-        """Return why a reported finding no longer holds, or None if it stands for now."""
+        """Return why a reported finding no longer holds, or None if it is kept for now."""
         final = run.exit_status is not None
         if self._turns[identity] >= MAX_WITHDRAWALS and not final:
             return None
@@ -209,7 +209,7 @@ def _explanation(
 
 
 def _continues(before: Finding, now: Finding) -> bool:
-    """Return whether it is the same finding with more ranks, or fewer."""
+    """Return whether it is the same finding with more or fewer ranks."""
     return before.severity == now.severity and before.about == now.about and _alike(before, now)
 
 
@@ -253,10 +253,10 @@ def hang(finding: Finding, run: Run) -> Lapsed | None:
 
 
 def start(finding: Finding, run: Run) -> Lapsed | None:
-    """Lapse as over once the job continued: the finding says what its start waits for.
+    """Lapse as over once the job has continued: the finding explains why its start is delayed.
 
     Ranks that have moved show that as well. The job may hang again before the end of the first hang
-    was noticed.
+    is noticed.
     """
     since = [
         rank.status.since
@@ -306,7 +306,7 @@ def from_journal(record: FindingRecord) -> Finding | None:
 
 
 def standing(records: Iterable[Record]) -> Iterable[tuple[Finding, int]]:
-    """Return the findings that a supervisor's records leave standing, with their attempts."""
+    """Return the findings that hold according to a supervisor's records, with their attempts."""
     current: dict[int, tuple[Finding, int]] = {}
     for each in records:
         if isinstance(each, RetractionRecord):
@@ -319,7 +319,7 @@ def standing(records: Iterable[Record]) -> Iterable[tuple[Finding, int]]:
 
 
 def kept(run: Run) -> Iterator[Finding]:
-    """Return the reports of a run that hold although no rule finds them again in its records."""
+    """Yield the reports of a run that still hold, though no rule finds them in its records now."""
     for finding, restart in standing(run.supervisor):
         rule = RULES.get(finding.code)
         if rule is not None and (restart != run.restarts[-1] or rule.lapses(finding, run) is None):

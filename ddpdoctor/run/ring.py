@@ -25,7 +25,7 @@ _NUMBER = struct.Struct("<q")
 _COUNT_AT, _WAITED_AT, _FLAGS_AT, _TEXTS_AT = 32, 40, 48, 56
 _ENTRY = struct.Struct("<qqqqqHHHHHBBi4I")
 _REST = struct.Struct("<HHHHHBBi4I")
-_TIMES = struct.Struct("<qqq")  # The beginning of an entry: order, begin and end
+_TIMES = struct.Struct("<qqq")  # The beginning of an entry: order, start and end
 _ENTRIES_AT = 64
 _ENDED_AT = 16
 _PLACES = tuple(_ENTRIES_AT + place * _ENTRY.size for place in range(ENTRIES))
@@ -80,7 +80,7 @@ class Ring(NamedTuple):
 
     calls: int  # Number of calls so far
     waited: int  # The order of the asynchronous call that the rank waits for, or 0
-    partial: bool  # Calls may be missing: the compiler removed some, or the hook failed
+    partial: bool  # Whether calls may be missing: the compiler removed some, or the hook failed
     collectives: tuple[Collective, ...]  # The newest ones, oldest of them first
 
 
@@ -127,7 +127,7 @@ class RingWriter:
         root: int,
         flags: int,
     ) -> int:
-        """Record the begin of a call.
+        """Record the start of a call.
 
         Args:
             now: Unix nanoseconds.
@@ -149,7 +149,7 @@ class RingWriter:
     def begin_as(
         self, order: int, now: int, sequence: int, numel: int, rest: tuple[int, ...]
     ) -> None:
-        """Record the begin of a call. `entry_rest` made ``rest``, once for each line of code."""
+        """Record the start of a call. `entry_rest` made ``rest``, once for each line of code."""
         self.count = order
         self._store(_PLACES[order % ENTRIES], order, now, 0, sequence, numel, *rest)
         self._count(order)

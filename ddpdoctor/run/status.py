@@ -34,7 +34,7 @@ class Phase(IntEnum):
 
     @property
     def label(self) -> str:
-        """The phase for people."""
+        """The phase as shown to people."""
         return self.name.lower()
 
 
@@ -74,13 +74,13 @@ class Status(NamedTuple):
     step: int  # Number of closed steps, which is the number of the current step
     epoch: int | None
     armed: int
-    """Forward passes whose backward is all-reduced. Equal on all ranks of a healthy group."""
+    """Number of forwards whose backward is all-reduced. Equal on all ranks of a healthy group."""
     last_total: int  # Duration of the last closed step. 0 before the first.
     dropped: int
-    unwritten: bool  # The disk refused the journal, so later records are missing
+    unwritten: bool  # Whether the disk refused the journal, so that later records are missing
     collective: str  # Name of the current collective. Empty outside one.
     site: str  # ``path:line`` of the user's code that entered the phase. Empty if not known.
-    reduced: int = 0  # Begun backward passes that are all-reduced
+    reduced: int = 0  # Number of begun backward passes that are all-reduced
     parts: Parts | None = None
     """The newest closed step that was split, or the newest one if none is."""
     beat: int | None = None
@@ -94,7 +94,7 @@ class Status(NamedTuple):
     stage: str = ""
     """The pipeline stages of the rank, from 0: ``1``, ``0,2``. Empty without a pipeline."""
     cost: float | None = None  # The measured share of the rank's time that ddpdoctor takes, 0 to 1
-    elsewhere: bool = False  # A copy of the page of a rank on another node
+    elsewhere: bool = False  # Whether this is a copy of a page from another node
 
 
 _MAGIC = b"DDPDOCT\0"
@@ -172,7 +172,7 @@ class StatusPage:
         _NUMBER.pack_into(self._memory, _COST_AT, int(share * 1e6))
 
     def set_gpu(self, uuid: str) -> None:
-        """Store the UUID of the rank's GPU. Ignore a text that is no UUID."""
+        """Store the UUID of the rank's GPU. Ignore a text that is not a UUID."""
         digits = uuid.rpartition("GPU-")[2].rpartition("MIG-")[2].replace("-", "")
         try:
             raw = bytes.fromhex(digits)
@@ -252,9 +252,9 @@ def parse_status(page: bytes, path: str) -> Status:
 
 
 def moved(page: bytes, restart: int, later: int) -> bytes:
-    """Return a rank's page from another node with its attempt here, and times of the clock here.
+    """Return a page from another node with this node's attempt number and clock.
 
-    The clock here is ``later`` nanoseconds ahead.
+    This node's clock is ``later`` nanoseconds ahead.
     """
     copy = bytearray(page)
     _HEAD.pack_into(copy, 0, *(head := _HEAD.unpack_from(page))[:-2], restart, head[-1] + later)

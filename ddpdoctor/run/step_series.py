@@ -70,7 +70,7 @@ def split_backwards(
 ) -> dict[int, tuple[StepRecord, ...]]:
     """Split backwards that DDP did not time into compute and wait. ``steps`` are by rank.
 
-    With ``lines``, they are lines of journals, which may stand for several steps.
+    With ``lines``, they are lines of journals, which may cover several steps.
     """
     found = {number: tuple(each) for number, each in steps.items()}
     for group in reducing_together(ranks):
@@ -120,7 +120,7 @@ PARTS = (*PHASES, "wait")  # The parts of a step, in the order of :attr:`RankSer
 MAX_READ = 512 << 20
 """Maximum bytes of all journals that are read completely. Larger ones are sampled."""
 
-_SAMPLE = 2048  # Bytes that are read per column: half a dozen steps
+_SAMPLE = 2048  # Number of bytes read per column: half a dozen steps
 
 _CHUNK = 1 << 20
 
@@ -146,7 +146,7 @@ class RankSeries:
     worst: array[float]  # Nanoseconds of the longest step
     loss: array[float]  # The last loss of each column
     norm: array[float]  # The last norm of the gradients of each column
-    starts: array[float]  # Begin of the first step in Unix nanoseconds
+    starts: array[float]  # Start of the first step in Unix nanoseconds
     steps: int = 0  # Number of steps that were read
     split: int = 0  # Number of those whose wait DDP's timers separated from the backward
     unsplit: set[int] = field(default_factory=set)  # The columns without such a step
@@ -158,7 +158,7 @@ class Series:
 
     edges: list[int] = field(default_factory=lambda: [0])
     ranks: list[RankSeries] = field(default_factory=list)
-    sampled: bool = False  # Only some steps of each column were read
+    sampled: bool = False  # Whether only some steps of each column were read
 
     @property
     def columns(self) -> int:
@@ -190,7 +190,7 @@ def series(run: Run, ranks: Sequence[Rank], most_cells: int, most_columns: int =
 
 
 def _split(ranks: Sequence[Rank], found: Series) -> None:
-    """Split the columns without a timed step as :func:`split_backwards` does steps."""
+    """Split the columns without a timed step as :func:`split_backwards` splits steps."""
     of = {each.rank: each for each in found.ranks}
     backward, wait = (PARTS.index(name) for name in ("backward", "wait"))
     for group in reducing_together(ranks):
@@ -303,7 +303,7 @@ class _Journal:
                 size = file.size()
                 places = max(1, columns * size // max(1, self.size))
                 for place in range(places):
-                    # At the begin of its column. Truncated lines do not match.
+                    # At the start of its column. Truncated lines do not match.
                     yield from _STEP.finditer(file.read(_SAMPLE, size * place // places))
                 yield from _STEP.finditer(file.read(_SAMPLE, size - _SAMPLE))
 
@@ -318,10 +318,10 @@ _NUMBERED_LINE = re.compile(rb'(?<![^\n])\{"kind":"step","step":(\d{1,18})[,}][^
 _MAX_STEP_LINE = 1 << 10  # Length of a step's line in bytes. A longer line is damaged.
 
 _USUAL_STEP_LINE = 400  # Usual maximum length of a step's line in bytes
-_MAX_SEARCHED = 1 << 20  # Bytes read in search of steps
+_MAX_SEARCHED = 1 << 20  # Maximum bytes read in search of steps
 
 _MAX_HEAD = 64 << 20
-"""Bytes read in search of the first one: repeated records may take up to a quarter of a segment."""
+"""Maximum bytes read to find the first step: repeated records may fill a quarter of a segment."""
 
 
 def parse_step(line: bytes) -> StepRecord | None:
@@ -333,7 +333,7 @@ def parse_step(line: bytes) -> StepRecord | None:
 
 
 def parts_of(step: StepRecord) -> Parts:
-    """Return where a step went, as its status page shows it."""
+    """Return the parts of a step's time, as a status page stores them."""
     return Parts(
         step.step, step.data, step.forward, step.backward, step.optimizer, step.other, step.wait,
         step.split, step.cpu or 0, step.waited or 0,
@@ -428,7 +428,7 @@ def _first_step(
     """Find the first step whose line begins at or after byte ``offset``, and before ``end``.
 
     It may also be one that begins shortly after ``end``. At most about ``most`` bytes are searched.
-    Returns its number and where it ends.
+    Return its number and the offset of its end.
     """
     # The byte before tells whether a line begins at the offset.
     at, size = max(0, offset - 1), 4096

@@ -99,7 +99,7 @@ class Vitals:
 
 
 def _gpu_files(directory: Path) -> Iterator[Mapping[str, Any]]:
-    """Read what the GPU poller of each node wrote last."""
+    """Read the newest values from the GPU poller of each node."""
     for path in directory.glob("gpus-*.json"):
         with contextlib.suppress(OSError, ValueError):
             yield opening.json_object(path, _MAX_GPUS)

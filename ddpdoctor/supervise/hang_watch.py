@@ -340,13 +340,13 @@ class HangWatch:
         self._number = 0
         self._thread: threading.Thread | None = None
         self._found: HangRecord | None = None
-        self._pending = False  # The newest examination is not written yet
-        self._written = False  # An examination of this hang was written
+        self._pending = False  # Whether the newest examination is still to be written
+        self._written = False  # Whether an examination of this hang was written
         self._hung: SilentRanks | None = None
         self._marks: dict[int, float] = {}
         """Time of each rank's last sign of life before the hang (monotonic seconds)."""
         self._evidence: dict[int, RankEvidence] = {}  # The newest evidence about each rank
-        self._elsewhere: Set[int] = frozenset()  # Those of other nodes
+        self._elsewhere: Set[int] = frozenset()  # Ranks of other nodes
         self._native: dict[int, RankStacks] = {}
         """Stacks with native frames of blamed ranks, by rank."""
         self._seen: dict[int, hang_examination.Seen] = {}
@@ -356,9 +356,9 @@ class HangWatch:
         self._dead = 0
         self._next = 0.0
         self._moved: float | None = None
-        self._said = False  # A finding has explained why the job hangs
+        self._said = False  # Whether a finding has explained why the job hangs
         self._by_calls = False
-        """The ranks' calls prove the hang, wherever the next examination finds the ranks."""
+        """Whether the ranks' calls prove the hang, wherever the next examination finds them."""
         self._ended = False
         self.left_to_head = False
         """The head examines all ranks. Here only their time without cores is measured."""
@@ -461,7 +461,7 @@ class HangWatch:
             return False
         self._moved = None
         if hung.ranks and _failed(run, self._examined_at):
-            # The ranks give up, and the examination says why. A job whose ranks appear after a
+            # The ranks give up, as the examination explains. A job whose ranks appear after a
             # long start was only slow, even if they fail later.
             self._ended = True
             return self._pending and self._examined()
@@ -525,7 +525,7 @@ class HangWatch:
             self._put(whole)
             found = whole
         except Exception as error:
-            # The record says so, and the job continues.
+            # The error is noted in the record, and the job continues.
             found = replace(found, trouble=repr(error))
         self._found, self._pending = found, True
         self._wake()
@@ -600,7 +600,7 @@ class HangWatch:
         guilty, since = self._guilty(run), self._examined_at
         exits = [rank.exit for rank in run.last if rank.rank in guilty and rank.exit is not None]
         if any(each.status == 0 and each.time >= since for each in exits):
-            # A blamed rank ended successfully: it was only slow to end.
+            # A blamed rank ended successfully: it only took long to exit.
             self._over()
             return False
         return True
@@ -646,7 +646,8 @@ class HangWatch:
     def judged(self, findings: Iterable[Finding], *, one_node: bool = True) -> bool:
         """Process the findings of the rules. Returns whether the job certainly hangs.
 
-        A job that waits for ranks of other nodes does not: they may start minutes later.
+        A job that only waits for ranks of other nodes does not count as hanging: they may start
+        minutes later.
         """
         if self._hung is None or self._found is None or self._pending:
             return False
@@ -663,7 +664,7 @@ class HangWatch:
 
 
 def _failed(run: Run, since: int, kinds: tuple[type[Record], ...] = _GIVES_UP) -> bool:
-    """Return whether a process of the job has failed or ended since (Unix nanoseconds)."""
+    """Return whether a process of the job failed or ended after ``since`` (Unix nanoseconds)."""
     records = [
         record
         for rank in run.last

@@ -158,7 +158,7 @@ class Keepers:
                 start_new_session=True,
             )
         except OSError as error:
-            self._warn(f"cannot start a process that ends the job with this one: {error}")
+            self._warn(f"cannot start the process that ends the job if this one is killed: {error}")
 
     def sent_to_group(self, number: int) -> bool:
         """Return whether a signal to this process was sent to its whole process group."""

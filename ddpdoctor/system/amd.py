@@ -13,14 +13,14 @@ from typing import Any
 
 from ddpdoctor.system.nvml import MAX_RETRY_INTERVAL, Device, NvmlReader, Process, Reading
 
-DRIVER = Path("/sys/class/kfd")  # There if the kernel has AMD's driver for computing
+DRIVER = Path("/sys/class/kfd")  # Exists if the kernel has AMD's driver for computing
 
 _LIBRARY = "libamd_smi.so"
 _MISSING = "AMD's GPUs are read by amdsmi, which is not installed: it comes with ROCm"
 
 
 def is_here() -> bool:
-    """Return whether this machine has AMD's driver and no GPU of NVIDIA's."""
+    """Return whether this machine has AMD's driver, but not NVIDIA's."""
     return DRIVER.exists() and not Path("/proc/driver/nvidia").exists()
 
 
@@ -30,7 +30,7 @@ def reader() -> NvmlReader | AmdReader:
 
 
 class AmdReader:
-    """Reads AMD GPUs, as `NvmlReader` those of NVIDIA. Never raises. For one thread at a time.
+    """Reads AMD GPUs, as `NvmlReader` reads NVIDIA's. Never raises. For one thread at a time.
 
     The library opens the driver in the process that calls it, so a forked child opens it itself.
     """
@@ -79,7 +79,7 @@ class AmdReader:
         return tuple(found)
 
     def problem(self, device: Device) -> str:
-        """Return what is wrong with a GPU, in words. Nothing is known of that."""
+        """Return what is wrong with a GPU, in words. Always empty: amdsmi is not asked."""
         return ""
 
     def close(self) -> None:
@@ -102,7 +102,7 @@ class AmdReader:
             smi = importlib.import_module("amdsmi")
             smi.amdsmi_init()
             handles = smi.amdsmi_get_processor_handles()
-        except Exception as error:  # KeyError without the library, and the library's kinds
+        except Exception as error:  # KeyError without the library, or another error of the library
             self.trouble = f"amdsmi: {type(error).__name__} {error}".strip()
             return
         self._smi, self._owner, self.trouble = smi, os.getpid(), ""
@@ -157,6 +157,6 @@ def _tried(call: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _number(found: Any, key: str) -> int | None:
-    """Return a number of a dict. It is ``N/A`` where the GPU does not report it."""
+    """Return an integer of a dict. None for ``N/A``, which the GPU does not report."""
     value = found.get(key) if isinstance(found, dict) else None
     return value if isinstance(value, int) else None

@@ -20,7 +20,7 @@ from ddpdoctor.system.amd import AmdReader
 from ddpdoctor.system.nvml import Device, NvmlReader, Reading
 
 POLL_INTERVAL = 1.0  # Seconds between two samples of values that change fast
-SLOW_POLL_INTERVAL = 5.0  # Seconds between two samples of the others
+SLOW_POLL_INTERVAL = 5.0  # Seconds between two samples of the other values
 
 
 def file_name(host: str) -> str:
@@ -181,5 +181,5 @@ class GpuPoll:
                 self._stop.wait(due - time.monotonic())
             poller.close()
         except Exception as error:
-            # Only the numbers are missing.
+            # Without this thread, only the GPUs' numbers are missing.
             self.failed = error

@@ -20,7 +20,7 @@ from ddpdoctor.system.peers import (
 
 _NLM_F_DUMP = 0x300
 _TCP_INFO = 2  # `INET_DIAG_INFO`: the number of this attribute, and of its bit in a request plus 1
-_TIMEOUT = 2.0  # Seconds for the kernel to list all sockets
+_TIMEOUT = 2.0  # Maximum seconds for the kernel to list all sockets
 
 _WANTED = struct.Struct("=BBBxI48x")
 """``struct inet_diag_req_v2``: family, protocol, extensions, states, no address."""
@@ -103,7 +103,7 @@ def _address(family: int, packed: bytes) -> str:
     return str(address.ipv4_mapped or address)
 
 
-# -- interfaces that lead nowhere
+# -- interfaces without a link
 
 
 SYS = Path("/sys/class/net")
@@ -133,7 +133,7 @@ def dead_links(sys: Path = SYS) -> tuple[str, ...]:
 def _usable(address: str) -> bool:
     try:
         parsed = ipaddress.ip_address(address)
-    except ValueError:  # of the link layer
+    except ValueError:  # an address of the link layer
         return False
     return not parsed.is_loopback and not parsed.is_link_local
 

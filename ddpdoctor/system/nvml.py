@@ -17,7 +17,7 @@ from ddpdoctor.core.opening import whole
 
 
 MAX_RETRY_INTERVAL = 60.0  # Maximum seconds between two attempts to reach the driver
-MAX_FAILURES = 3  # Times that a GPU may break the library before it is skipped for a while
+MAX_FAILURES = 3  # Number of times that a GPU may break the library before it is skipped
 
 _NEVER = frozenset({3, 4, 13, 25})
 """NVML's codes: not supported, no permission, no such function, other version of a struct."""
@@ -27,7 +27,7 @@ _GONE = frozenset({15, 16})  # NVML's codes: the GPU fell off the bus, or needs 
 _BROKEN = frozenset({1, 9, 12, 17, 18, 999})  # NVML's codes: the library has to be opened again
 
 _FABRIC_BEGINS, _FABRIC_READY = 2, 3
-"""States of an NVSwitch fabric. 0 is none, and 1 is reported for GPUs that work without."""
+"""States of an NVSwitch fabric. 0 means none, and 1 is reported for GPUs that work without one."""
 
 _WORDS = {
     3: "not supported",
@@ -140,7 +140,7 @@ class NvmlReader:
         )
 
     def problem(self, device: Device) -> str:
-        """Say why values of a GPU are missing. Empty if none are."""
+        """Return why values of a GPU are missing, in words. Empty if none are."""
         refused = self._refused.get(device.uuid, {})
         gone = next((code for code in refused.values() if code in _GONE), None)
         if gone is not None:
@@ -180,7 +180,7 @@ class NvmlReader:
         most = _number(self.query(device, "MaxMigDeviceCount")) or 0
         found = []
         for index in range(most):
-            # It does not exist, or belongs to another container.
+            # The instance may not exist, or may belong to another container.
             with contextlib.suppress(Exception):
                 instance = self._nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index)
                 found.append(text_of(self._nvml.nvmlDeviceGetUUID(instance)))
@@ -402,7 +402,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Process:
-    """A process with memory on a GPU. Its pid is that of the driver's pid namespace."""
+    """A process with memory on a GPU. Its pid is the one in the driver's pid namespace."""
 
     pid: int
     memory: int | None  # Bytes
@@ -449,7 +449,7 @@ class Choice:
         places: The chosen GPUs in CUDA's order, as indices into those that respond. CUDA counts
             the GPUs that this process may use, whatever the driver's numbers.
         count: Number of devices that a process sees. It sees at most one MIG instance, and no whole
-            GPU beside one.
+            GPU together with one.
         wrong: The problem with the entry at which CUDA stopped. Empty if there is none.
     """
 
@@ -529,7 +529,7 @@ def _entries(wanted: str, gpus: Sequence[tuple[Device, tuple[str, ...]]]) -> tup
 
 
 def _owns(gpu: tuple[Device, tuple[str, ...]], entry: str) -> bool:
-    """Return whether an entry means a GPU, by the beginning of its UUID, or an instance of it."""
+    """Return whether an entry names a GPU, by the beginning of its UUID, or an instance of it."""
     device, instances = gpu
     if entry.startswith("GPU-"):
         return device.key.startswith(same_uuid(entry))
@@ -637,7 +637,7 @@ def read_health(further: Callable[[], None] = lambda: None) -> GpuFacts:
         return GpuFacts(
             gpus=tuple(gpus),
             absent=tuple(sorted(reader.absent.items())),
-            # A GPU that broke the library meanwhile is reported with that GPU.
+            # If a GPU broke the library meanwhile, that is reported with that GPU.
             trouble=trouble if not devices else "",
             code=code if not devices else 0,
             driver=text_of(reader.system("DriverVersion") or ""),

@@ -71,7 +71,7 @@ def find_socket(source: tuple[object, ...], target: tuple[object, ...]) -> Found
         raise OSError(number, os.strerror(number))
     _, *fields = _FOUND.unpack_from(answer, HEADER.size)
     found = Found(*fields)
-    # Without such a socket the kernel returns one that listens at this address.
+    # Without such a socket the kernel returns one that listens on this address.
     return None if found.state == _LISTENS else found
 
 
@@ -155,7 +155,7 @@ def _tcp_peer(connection: socket.socket) -> tuple[int, int]:
     if not (hasattr(socket, "TCP_INFO") and hasattr(socket, "AF_NETLINK")):
         raise UnknownPeerError("this system does not know the user of a connection")
     ours, theirs = connection.getsockname(), connection.getpeername()
-    # A cheap check first, since a flood mostly closes its connections at once.
+    # A cheap check first, since a flood usually closes its connections at once.
     _check_open(connection)
     for _ in range(_ATTEMPTS):
         found = _owner(theirs, ours)
@@ -228,9 +228,9 @@ def listener(port: int, host: str | None = None) -> int | None:
 
 
 def _listened(host: str, port: int) -> list[str]:
-    """Return the table's words for sockets that accept a client of an address.
+    """Return the table's words for sockets that accept clients at an address.
 
-    As for the kernel, a socket of exactly that address comes before one of all addresses.
+    As in the kernel, a socket bound to exactly that address comes before one bound to all.
     """
     exact, every = [], []
     for family, everywhere in ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::")):

@@ -1,7 +1,7 @@
 """Read processes from ``/proc``, wait, and make system calls that Python does not offer.
 
-Not psutil: keepers load this module and must start in milliseconds, and preflight reads a ``/proc``
-of tests. psutil serves counters that are read rarely (`ddpdoctor.system.process_activity`).
+Not psutil: keepers load this module and must start in milliseconds, and preflight's tests provide
+their own ``/proc``. psutil is used for rarely read counters (`ddpdoctor.system.process_activity`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def readable(descriptors: Iterable[int], seconds: float | None) -> list[int]:
 
 
 def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """Wait until a condition holds, at most for some seconds. Return whether it holds."""
+    """Wait at most ``seconds`` until a condition holds. Return whether it holds."""
     deadline = time.monotonic() + seconds
     while not (holds := condition()) and time.monotonic() < deadline:
         pause(0.01)
@@ -133,7 +133,7 @@ def core_times(task: str) -> tuple[float, float]:
 def last_ran(pid: int) -> float | None:
     """Return how many seconds ago the main thread of a process was on a core, None if not known.
 
-    ``se.exec_start`` is the kernel's clock at that time. Its clock of now is that of this thread.
+    ``se.exec_start`` is the kernel's clock at that time. Its current value comes from this thread.
     """
 
     def clock(task: str) -> float:
@@ -187,7 +187,7 @@ def below(roots: Collection[int]) -> set[int]:
 
 
 def pids(proc: Path = PROC) -> list[int]:
-    """Return the ids of all processes, in no order."""
+    """Return the ids of all processes, in no particular order."""
     with contextlib.suppress(OSError):
         return [int(name) for name in os.listdir(proc) if name.isdigit()]
     return []
@@ -307,7 +307,7 @@ def named(proc: Path, pid: int) -> Listed | None:
 
 
 def listed(proc: Path) -> Iterator[Listed]:
-    """Return all processes, in no order."""
+    """Return all processes, in no particular order."""
     return (each for each in (named(proc, pid) for pid in pids(proc)) if each is not None)
 
 

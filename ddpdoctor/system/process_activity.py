@@ -1,4 +1,4 @@
-"""Determine what a process does: its state, its CPU time, and its waits for a core."""
+"""Determine the activity of a process: its state, its CPU time, and its waits for a core."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Wait(NamedTuple):
 
     letter: str
     wchan: str
-    """The kernel function in which it sleeps, ``futex`` for all that wait for a lock. Empty if not
+    """The kernel function in which it sleeps, ``futex`` for all waits for a lock. Empty if not
     known."""
 
 
@@ -288,7 +288,7 @@ def _moved(pid: int) -> tuple[int, int, int, int]:
     try:
         moved = process.io_counters()
     except psutil.Error:
-        # Another user's.
+        # The process belongs to another user.
         return 0, 0, 0, switches
     disk = moved.read_bytes + moved.write_bytes
     return moved.read_chars, moved.write_chars, disk, switches
@@ -346,7 +346,7 @@ class CoreClocks:
     """The highest measured clock of each rank's core.
 
     An idle core may run slowly. A busy one does so only if it cannot run faster. Many virtual
-    machines have no frequencies.
+    machines report no frequencies.
     """
 
     def __init__(

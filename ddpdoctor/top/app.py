@@ -282,7 +282,7 @@ class Questions:
 
 
 WIDE = 160  # Minimum number of columns for the stack of the blamed rank
-STACK_INTERVAL = 10.0  # Seconds between two stacks of it
+STACK_INTERVAL = 10.0  # Seconds between two stacks of that rank
 MESSAGE_TIMEOUT = 10.0  # Seconds for which the message of a key stays
 
 _SCROLLED = ("help", "environment", "stacks", "attach")

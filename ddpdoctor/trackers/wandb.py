@@ -1,4 +1,4 @@
-"""Weights & Biases: a run beside the one that the job may log itself."""
+"""Weights & Biases: a separate run, next to one that the job may log itself."""
 
 from __future__ import annotations
 

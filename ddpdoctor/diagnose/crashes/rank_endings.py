@@ -154,7 +154,7 @@ _IN_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)")
 
 
 def is_consequence(record: ErrorRecord) -> bool:
-    """Return whether a rank failed only because another one did, or since it was asked to stop."""
+    """Return whether a rank failed only because another one did, or because it was asked to stop."""
     name = record.exception
     wrapper = name.rpartition(".")[2] in _WRAPPERS
     return wrapper or _is_sigint(name, record.traceback) or _lost_peer(record)
@@ -252,7 +252,7 @@ _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that torchrun sends to the survivors of a failure."""
 
 _STARVED = ("Empty", "TimeoutError", "BrokenBarrierError")
-"""Exceptions of a main thread that waits in vain for another thread."""
+"""Exceptions that a main thread raises if another thread never answers."""
 
 NOTHING = ResourceFacts()  # The facts of an exception that concerns no file
 

@@ -96,7 +96,7 @@ def diagnose(hang: HangSnapshot, mismatched: bool) -> list[Finding]:
     found = [
         replace(each, evidence=(*each.evidence, *lines)) for each in _explained(hang, mismatched)
     ]
-    # A late rank may be late because it has no core.
+    # A rank may be late because it has no core.
     short_of_cpu = any(
         lacks_cpu(rank, hang.record.limit) or starves(rank)
         for rank in hang.ranks
@@ -115,7 +115,7 @@ def _explained(hang: HangSnapshot, mismatched: bool) -> Iterator[Finding]:
     waits = find_blocked(hang)
     states = [(rank, seen) for rank in hang.ranks if (seen := state_of(rank)) is not None]
     if states:
-        # The earlier activity of such a rank is no evidence.
+        # What such a rank did earlier proves nothing.
         yield from _activities(hang, states, waits[0] if waits else None)
     elif waits:
         yield from _of_waits(hang, mismatched, waits)
@@ -312,10 +312,10 @@ def _all_there(hang: HangSnapshot, one: Blocked) -> Iterator[Finding]:
         # The others are in a later collective, which these ranks may still reach.
         return
     elif not waiting[0].probed and len({rank.waits_at for rank in waiting}) > 1:
-        # They may be in different ones.
+        # The ranks may be in different collectives.
         return
     elif not any(starves(rank) for rank in waiting):
-        # Otherwise the threads that run it have no core.
+        # Otherwise the threads that run the collective have no core.
         yield _by_gpus(hang, one)
 
 
@@ -436,7 +436,7 @@ def _is_idle(rank: RankState, each: Activity) -> bool:
     return rank.joined and not rank.evidence.ended and not working and rank.frame is not None
 
 
-# -- no rank comes out of ``init_process_group``
+# -- no rank returns from ``init_process_group``
 
 
 def _before_joining(hang: HangSnapshot) -> Iterator[Finding]:
@@ -507,7 +507,7 @@ def _late(others: _Seen, joining: _Seen, hang: HangSnapshot) -> Iterator[Finding
         yield Finding(
             code=each.code,
             about=f"late {rank.rank}",
-            # It may wait for a lock or a file.
+            # It may be waiting for a lock or a file.
             severity=min(each.severity, Severity.WARNING) if unknown else each.severity,
             message=f"rank {rank.rank} {text}; {waits} for it in init_process_group for "
             f"{hang.record.seconds:.0f} s, at {quoted(joining[0][0].site)}",

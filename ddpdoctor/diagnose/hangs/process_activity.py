@@ -260,7 +260,7 @@ def workers_activity(rank: RankState, children: Sequence[ChildState]) -> tuple[s
     )
 
 
-# -- whether a rank does the same in one examination after another, so that it will not go on
+# -- whether a rank does the same in several examinations in a row, so that it is stuck
 
 MIN_STEADY = 3  # Consecutive examinations after which an activity counts as lasting
 

@@ -1,4 +1,4 @@
-"""Rules for decisions of single ranks (DDP403) and for uneven inputs (DDP109)."""
+"""Rules for decisions that a rank makes alone (DDP403) and for uneven inputs (DDP109)."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def _decision_finding(decision: LocalDecision) -> Finding:
         about=f"{decision.kind} {at}",
         subjects=frozenset((MISPAIRED, STANDSTILL)),
         severity=Severity.ERROR,
-        message=f"{who} alone {what} while {went}: the value that decided was not reduced",
+        message=f"{who} alone {what} while {went}: the deciding value was not reduced",
         ranks=decision.ranks,
         location=at,
         evidence=tuple(evidence),
@@ -143,8 +143,7 @@ def _by_hand_finding(found: LeftByHand) -> Finding:
         about=f"{found.kind} {found.location}",
         subjects=frozenset((MISPAIRED, STANDSTILL)),
         severity=Severity.ERROR,
-        message=f"{who} alone {what} while {others} went on: the value that decided was not "
-        "reduced",
+        message=f"{who} alone {what} while {others} went on: the deciding value was not reduced",
         ranks=tuple(found.steps),
         location=found.location,
         evidence=_began(found),
@@ -235,7 +234,7 @@ def _skipped_step_finding(found: _SkippedStep) -> Finding:
         about=f"left out {found.step}",
         severity=Severity.ERROR,
         message=f"{who} alone did not step the optimizer after a backward of step {found.step}, "
-        f"and {others} did: the value that decided was not reduced, and the parameters differ",
+        f"and {others} did: the deciding value was not reduced, and the parameters differ",
         ranks=found.ranks,
         location=_step_condition(found.member) or found.member.site("optimizer"),
         evidence=tuple(

@@ -236,7 +236,7 @@ def _averaged(run: Run, each: list[Pass]) -> Finding | None:
         location=found.at,
         evidence=_shares(each),
         fix="all_reduce the sums and counts, and compute the metric from these. Gather the "
-        "predictions if it is no quotient of sums.",
+        "predictions if it is not a quotient of sums.",
     )
 
 

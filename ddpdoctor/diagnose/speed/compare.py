@@ -20,7 +20,7 @@ from ddpdoctor.run.vitals import read_vitals
 NOTABLE = 0.03
 """Minimum difference of a named rank's own time, relative to the step."""
 BLOCKS, MIN_BLOCK = 5, 4
-"""The variation of a run is that between its fifths, each of at least so many steps."""
+"""Number of parts of a run whose variation is measured, and minimum steps of each."""
 MAX_LINES = 60  # Maximum number of lines of the difference between two scripts
 
 _COLUMNS = 400

@@ -619,7 +619,7 @@ def _parsed(records: Iterable[str], uptime: float) -> Iterator[Xid]:
 # -- PCIe, NVLink and peer-to-peer access
 
 
-MIN_LANES_FACTOR = 4  # No board is designed with so many times fewer lanes than possible
+MIN_LANES_FACTOR = 4  # No board is designed with fewer lanes than possible by this factor
 
 
 @check("gpu-links", "DDP024")

@@ -261,7 +261,7 @@ def _asked(name: str, address: str, cards: frozenset[bytes]) -> str | None:
             line.sendto(question, (name, _ARP, 0, 0, _BROADCAST))
             until = time.monotonic() + ARP_TIMEOUT
             for _ in range(MAX_PACKETS):
-                # Also read what came while this process got no core.
+                # Also read packets that arrived while this process had no core.
                 line.settimeout(max(0.001, until - time.monotonic()))
                 try:
                     packet = line.recv(_ARP_PACKET.size)

@@ -59,7 +59,7 @@ class Imports:
     """The imports of a script that always run.
 
     Attributes:
-        cut: Whether more may follow. Where a script changes ``sys.path``, what is found is unknown.
+        cut: Whether more may follow: after a change of ``sys.path`` imports cannot be resolved.
     """
 
     certain: tuple[Import, ...]
@@ -67,7 +67,7 @@ class Imports:
 
 
 def imports_of(tree: ast.Module, folder: Path) -> Imports:
-    """Return the imports that always run, up to where the script changes what is found.
+    """Return the imports that always run, up to where the script changes ``sys.path`` or the like.
 
     ``folder`` is where Python looks first.
     """
@@ -155,7 +155,7 @@ def _changes_search(node: ast.stmt) -> bool:
 
 
 def _changes_when_imported(module: str, folder: Path) -> bool:
-    """Return whether importing a module changes what is found next."""
+    """Return whether importing a module changes what later imports find."""
     if module in _CHANGING:
         return True
     for path in (folder / f"{module}.py", folder / module / "__init__.py"):
@@ -313,7 +313,7 @@ def _misuse(path: Path) -> list[Finding]:
 
 
 def _missing_inside(modules: list[str], folder: Path) -> list[tuple[Path, Import]]:
-    """What modules of the script's own folder, and those that they import, import in vain."""
+    """Return the missing imports of modules in the script's folder, and of those they import."""
     missing, seen, left = [], set(modules), list(modules)
     while left and len(seen) < MAX_MODULES:
         name = left.pop()
@@ -434,7 +434,7 @@ def _installed(package: str) -> str:
     prefix = package.replace("-", "_") + "-"
     if not any(name.startswith(prefix) for name in _folders()):
         return ""
-    # Slow to import, and seldom needed.
+    # Imported here because it is slow to import and rarely needed.
     from importlib import metadata
 
     try:
@@ -491,7 +491,7 @@ def version_fit(situation: Situation) -> Outcome:
 
 
 def judge(found: Versions, gpus: int) -> Iterator[Finding]:
-    """Yield what does not fit, if a job would see so many GPUs."""
+    """Yield the mismatches, for a job that would see this many GPUs."""
     if not found.torch:
         yield failure(
             "torch is not installed in this Python",

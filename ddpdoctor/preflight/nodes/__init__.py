@@ -1,1 +1,1 @@
-"""The checks across nodes, each a judgement of what came of one meeting of all nodes."""
+"""The checks across nodes. Each judges the result of one meeting of all nodes."""

@@ -181,7 +181,7 @@ def _at_spare(meeting: Meeting, problem: Problem) -> str:
 
 
 def _on_this_side(meeting: Meeting, problem: Problem, situation: Situation) -> Finding | None:
-    """Return the finding that node 0 and its firewall are not what is in the way."""
+    """Return the finding if neither node 0 nor its firewall is in the way."""
     at, port, spare = _at(meeting, problem), meeting.place.port, _at_spare(meeting, problem)
     down = _own_link_down(situation, problem)
     if down is not None:
@@ -393,7 +393,7 @@ def attendance(situation: Situation) -> Outcome:
 
 
 def unfinished(seconds: float, took: Mapping[str, float]) -> str:
-    """Say that the time was over, and what took most of it."""
+    """Say that the time ran out, and what took most of it."""
     slowest = sorted(took.items(), key=lambda each: -each[1])[:3]
     what = listed([f"{stage} {spent:.0f} s" for stage, spent in slowest if spent >= 1])
     took_most = f" (it took: {what})" if what else ""
@@ -612,7 +612,7 @@ def open_words(situation: Situation, outcomes: Sequence[Outcome]) -> str:
         give = "on every node: the --rdzv-id that node 0 prints"
     return (
         f"no --rdzv-id: whoever reaches port {place.port} of node 0 could take part in this check\n"
-        f"to let in the job's nodes alone, {give}"
+        f"to admit only the nodes of this job, {give}"
     )
 
 
@@ -651,8 +651,8 @@ def verdicts(meeting: Meeting) -> Outcome:
         last line names the nodes that a job has to do without, as `--exclude` of Slurm takes them.
 
     Example
-        Wrong: to read 64 outputs for the one that says FAIL.
-        Right: to read the output of node 0.
+        Wrong: reading 64 outputs to find the one that says FAIL.
+        Right: reading the output of node 0.
 
     When it stays silent
         If the other machines are healthy. What was found changes the exit status only on the node

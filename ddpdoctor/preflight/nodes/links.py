@@ -738,7 +738,7 @@ MAX_SLOW_LINKS = 6
 
 
 def _slow_by_losses(cause: Finding, effect: Finding) -> bool:
-    """Return whether a link is slow that loses packets."""
+    """Return whether the slow link is the one that loses packets."""
     return bool({f"slow {each}" for each in cause.subjects} & effect.subjects)
 
 
@@ -851,7 +851,7 @@ def _speed_findings(meeting: Meeting, speed: Speeds) -> Iterator[Finding]:
                 if len(speed.cells) >= MIN_TO_COMPARE
                 else "less than a network of 100 Mbit/s carries "
                 f"({bandwidth_shown(MIN_BANDWIDTH)})",
-                "it was measured again alone, and the best counts",
+                "it was measured again on its own, and the best result counts",
                 *over,
             ),
             fix=f"Check the cable, the switch port, the chosen interface and limits on traffic of "

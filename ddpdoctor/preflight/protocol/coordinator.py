@@ -441,7 +441,7 @@ class Phases:
         reduction = Reduction(skipped=reason, reported=reported, unready=tuple(unready))
         if not reason:
             reduction = await self._reduction(dials)
-        # The checks of each machine run beside all of this.
+        # Meanwhile the checks of each machine run.
         limit = max(1.0, min(VERDICT_TIMEOUT * self.scale, self._left() / 2))
         order = Order("verdict", limit=limit)
         verdicts = await here.ask_all(order, "the verdicts", limit + 5 * self.scale)

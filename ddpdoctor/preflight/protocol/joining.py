@@ -232,7 +232,7 @@ _NOT_THERE: frozenset[Kind] = frozenset({"unresolved", "no host"})
 _FAR: dict[Kind, int] = {
     "gone": 0, "other service": 1, "silent": 2, "refused": 3, "dropped": 4, "prohibited": 5
 }  # fmt: skip
-"""How far an attempt came. Other kinds came no further."""
+"""How far an attempt got, the furthest first. Kinds that are not listed got less far."""
 
 _PROGRESS: dict[Kind, str] = {
     "refused": "nothing listens there yet",

@@ -65,7 +65,7 @@ from ddpdoctor.run.records.base import as_json
 
 
 MAX_FINDINGS, MAX_SAID = 16, 500
-"""The most findings of a machine that others are shown, and characters of each."""
+"""Maximum findings of a machine that are shown on others, and maximum characters of each."""
 
 NAMES, OTHERS = "looking up names", "waiting for the other nodes"
 
@@ -91,7 +91,7 @@ class Stages:
         self._stage, self._began = "", time.monotonic()
 
     def begin(self, stage: str) -> None:
-        """End the stage before, and begin another one."""
+        """End the current stage, and begin another one."""
         now = time.monotonic()
         if self._stage:
             self.took[self._stage] = self.took.get(self._stage, 0.0) + now - self._began
@@ -156,7 +156,7 @@ class Worker:
                 remove_marker(Path(self.facts.folder), self.written)
 
     async def _while_connected(self, doing: Coroutine[Any, Any, Answer]) -> Answer:
-        """Do something while the coordinator is there. Without it, ranks would wait in vain.
+        """Run a coroutine, and cancel it once the coordinator is gone: ranks would wait forever.
 
         Raises:
             WireError: The coordinator is gone.
@@ -199,7 +199,7 @@ class Worker:
         elif order.do == "folder" and self.facts.folder:
             return await asyncio.to_thread(self._in_folder, Path(self.facts.folder), order)
         elif order.do == "reduce":
-            # A rank that waits in vain ends at its own limits. `patience` is for hung ones.
+            # A rank whose peers never come ends at its own limits. `patience` is for hung ranks.
             results = await self.ranks.reduce(self._for_ranks(order), Deadline(order.patience))
             return Answer(ranks=tuple(results))
         return Answer()
@@ -325,16 +325,16 @@ LOCAL_TIMEOUT = 10.0
 CANCEL_INTERVAL = 1.0  # Seconds after which a task that goes on is cancelled again
 SCOUT_INTERVAL = 1.0
 OWN_CALLS = 5
-NAMED_NODES = 4  # If more nodes are absent, a person who waits is shown their number
+NAMED_NODES = 4  # If more nodes are absent, the user is shown only their number
 
 ELSEWHERE: frozenset[Kind] = frozenset({"refused", "no host", "silent", "other service"})
 """What node rank 0 sees at an endpoint that does not lead to it. Lost packets prove nothing: many
 routers do not let a machine reach itself from outside."""
 
-DOUBLE_ADDRESS = "double address"  # What a node tells of itself whose address another one has
+DOUBLE_ADDRESS = "double address"  # Reported by a node whose address another machine has as well
 
 WITH_TIME: frozenset[Kind] = frozenset({"refused", "dropped", "silent", "late", "gone", "time"})
-"""What a node without CPU sees for that reason: it calls too late, or is given up on."""
+"""Problems that a lack of CPU time can cause: the node calls too late, or is given up on."""
 
 REDUCING = frozenset({"gloo-nodes", "nccl-nodes"})  # The checks that need ranks with torch
 
@@ -363,12 +363,12 @@ class Meeting:
 
     @property
     def timed_out(self) -> bool:
-        """Whether this node's time was over."""
+        """Whether this node ran out of time."""
         return self.problem is not None and self.problem.kind == "time"
 
     @property
     def undecided(self) -> bool:
-        """Whether nodes that have CPU time might have met."""
+        """Whether the nodes might have met if they had had enough CPU time."""
         if self.problem is None:
             return len(self.nodes) < self.expected
         return self.problem.kind in WITH_TIME and not self.holder
@@ -598,11 +598,11 @@ class Participant:
             except CallError as error:
                 problem = error.problem
             await asyncio.sleep(SCOUT_INTERVAL)
-        closed = problem.kind in ("dropped", "prohibited")  # Even for this machine itself
+        closed = problem.kind in ("dropped", "prohibited")  # Closed even for this machine itself
         return Meeting(self.place, problem=problem if closed else Problem("time"))
 
     async def _say_who_is_missing(self, here: Coordinator) -> None:
-        """Tell a person after a while who is waited for."""
+        """Tell the user after a while which nodes are still missing."""
         await asyncio.sleep(joining.SPEAK_AFTER)
         if here.gathering:
             left = max(0.0, self.gather_until - time.monotonic())

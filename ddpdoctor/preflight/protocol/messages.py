@@ -1,7 +1,7 @@
 """The messages of the nodes, and the parts of a report. Each is declared once, here.
 
 A message is JSON (:mod:`~ddpdoctor.preflight.protocol.wire`). The decoder of the journal reads it,
-so a field holds what is declared here, whatever was sent. Nodes are referred to by their index in
+so a field has its declared type, whatever was sent. Nodes are referred to by their index in
 :attr:`Report.nodes`, which is ordered by node rank. Times are in seconds, bandwidths in bytes per
 second.
 """

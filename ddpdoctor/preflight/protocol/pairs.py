@@ -74,13 +74,13 @@ MEASURE_BYTES = 8 * 2**20
 CHUNK = bytes(256 * 1024)
 
 PINGS, MIN_PINGS, PINGS_S = 100, 5, 0.3
-"""Small messages back and forth: at most, at least, and the seconds after which none is sent."""
+"""Small messages to exchange: maximum and minimum number, and seconds after which to stop."""
 
 MEASURE_TIMEOUT = 10.0  # Seconds for one measurement, after which the link is as slow as can be
 ALL_PAIRS_UP_TO = 8  # With more nodes, each is measured with log2(n) others in either direction
 
 MIN_EXTRA_RTT_S = 0.001
-"""How much longer than the median an outlier's round trip is at least. DDP does not notice less."""
+"""Minimum excess of an outlier's round trip over the median. DDP does not notice less."""
 
 MIN_TO_COMPARE = 3  # Links that have a median. Of two links neither is the usual one.
 
@@ -454,7 +454,7 @@ class _Dialler:
             try:
                 await asyncio.wait({work}, timeout=HOLD_S)
             finally:
-                # One that stalls makes room for others, and goes on beside them.
+                # A stalled exchange frees its slot and goes on while others run.
                 self._exchanging.release()
             await self._clock.within(work, STALL_TIMEOUT)
         except TimeoutError:
@@ -477,7 +477,7 @@ class _Dialler:
         writer: asyncio.StreamWriter,
         reached: list[Outcome],
     ) -> None:
-        """Be the dialling side of an exchange. Append to ``reached`` how far it came."""
+        """Run the dialling side of an exchange. Append to ``reached`` how far it got."""
         writer.write(_HELLO.pack(self._token, target.index, _EXCHANGE))
         if await reader.read(1) != _OK:
             reached.append("other service")

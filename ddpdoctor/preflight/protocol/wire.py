@@ -371,7 +371,7 @@ class ProcessClock:
                 # Awaiting the task itself would hide that the caller is cancelled, too.
                 await asyncio.wait({task})
             if not task.cancelled():
-                # Else asyncio reports an error that was not asked for.
+                # Otherwise asyncio logs that the error was not retrieved.
                 task.exception()
 
 

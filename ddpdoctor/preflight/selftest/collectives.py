@@ -449,7 +449,7 @@ def starved(failed: Sequence[RankResult]) -> bool:
 
 
 def _result(rank: int, known: Mapping[str, Any], why: str, late: bool) -> RankResult:
-    """Return what is known about a rank, and why that is not all."""
+    """Return the known results of a rank, with the reason why others are missing."""
     result = decoder(RankResult)({**known, "rank": rank})
     if "done" in known:
         return result

@@ -168,7 +168,7 @@ def _finish(work: Any, limit: timedelta) -> None:
         waited = time.monotonic() - began
         if waited > limit.total_seconds():
             raise TimeoutError(f"no end within {limit.total_seconds():.0f} s")
-        # Late by a fiftieth at most, and without keeping a core busy.
+        # Notice the end at most 2% late, without keeping a core busy.
         time.sleep(min(0.005, max(0.0001, waited / 50)))
     # If it failed, this raises the reason: TORCH_NCCL_BLOCKING_WAIT is set.
     work.wait()
@@ -378,7 +378,7 @@ def _bus_bandwidth(backend: str, device: Any, size: int, group: Any, limit: time
     for elements, larger in zip(sizes, (*sizes[1:], None), strict=True):
         values = torch.ones(elements, device=device)
         _batch(values, 1, group, limit)
-        # All ranks have to run as many reductions, so the slowest rank decides.
+        # All ranks have to run the same number of reductions, so the slowest rank decides.
         slowest = torch.tensor([_batch(values, 1, group, limit)], device=device)
         _finish(dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group, async_op=True), limit)
         alone = seconds = max(float(slowest), 1e-6)
@@ -491,7 +491,7 @@ def _staged(order: Order, ends: float, report_stages: Callable[[dict[str, Any]],
 
     known(doing={"name": _stages(nodes)[0][0], "nodes": [node_of[rank]]})
     if order["stages"] == "nccl":
-        # Waking a GPU is no fault of a stage: without persistence mode it takes seconds.
+        # Do not blame a stage for waking the GPU, which takes seconds without persistence mode.
         gpu = torch.device("cuda", order["local_rank"])
         limit_s = min(OPEN_S, ends - time.monotonic() - 2 * MIN_STAGE_S)
         _on_thread(lambda: torch.zeros(1, device=gpu), limit_s)
@@ -500,7 +500,7 @@ def _staged(order: Order, ends: float, report_stages: Callable[[dict[str, Any]],
     signals = dist.new_group(timeout=3 * limit, backend="gloo")
 
     def agree(failed: list[bool]) -> tuple[list[bool], bool]:
-        """Return what is true on any rank: which sets failed, and whether the time is over."""
+        """Combine the ranks' flags with a logical or: which sets failed, and whether time is up."""
         late = time.monotonic() + MIN_STAGE_S > ends
         flags = torch.tensor([*failed, late], dtype=torch.int64)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=signals)

@@ -1,8 +1,8 @@
 """Run the user's own ``sitecustomize``, then start ddpdoctor in this Python.
 
-Python imports this at start-up in every process of a job, because its folder is on PYTHONPATH. Any
-Python that a job starts has to get through this file, 2.7 as well: no syntax newer than that. An
-interpreter that is too old for ddpdoctor, or started with ``-I`` or ``-E``, runs bare.
+Python imports this at start-up in every process of a job, because its folder is on PYTHONPATH. Each
+Python that a job starts runs this file, even 2.7: use no newer syntax. An interpreter that is too
+old for ddpdoctor, or started with ``-I`` or ``-E``, runs without it.
 """
 
 import os

@@ -136,7 +136,7 @@ def install_collectives(c10d: ModuleType) -> None:
 def _install_compiled(c10d: ModuleType, name: str) -> bool:
     """Wrap a collective with compiled code. Return False if there is none for it.
 
-    The outer function is Python, since Dynamo replaces the collectives that it knows by functions.
+    The outer function is Python, since Dynamo rewrites only collectives that are Python functions.
     """
     original = getattr(c10d, name)
     places = collective_calls.parameter_places(name, original) if hot.core is not None else None

@@ -153,7 +153,7 @@ class Exits(Observer):
         if _last is not None and _last[0].time > state.tracker.last_change:
             state.recorder.add(failures.with_reason(*_last))
             return
-        # The exit status shows whether it had an effect.
+        # The exit status will show whether the exception mattered.
         shown = failures.shown_last()
         if shown is not None:
             state.recorder.add(shown)
@@ -202,7 +202,7 @@ def _leaves(error: SystemExit) -> None:
 
 
 def _wrap_process_run(module: ModuleType) -> None:
-    """Wrap ``multiprocessing.Process.run``, as multiprocessing prints the errors itself."""
+    """Wrap ``multiprocessing.Process.run``, because multiprocessing prints errors itself."""
     process_class = module.BaseProcess
     process_class.run = _recording(process_class.run)
 
@@ -226,7 +226,7 @@ def install_spawn(module: ModuleType) -> None:
 def watch_fatal_signals(path: str) -> None:
     """Let ``faulthandler`` write to ``path``, unless the job uses it itself.
 
-    Its handlers call the earlier ones. A job that enables it later gets it.
+    Its handlers call the earlier ones. If the job enables it later, it writes where the job wants.
     """
     if faulthandler.is_enabled():
         return

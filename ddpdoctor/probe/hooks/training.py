@@ -1,9 +1,9 @@
 """Wrap the training loop and the functions that scripts call around it.
 
-The loop is batches, backward passes, steps of optimizers and GradScaler. Around it are options,
-models, samplers, schedulers and files. `WRAPPED` lists the functions where an observer is called
-before or after. Functions that raise warnings by stack level are wrapped further down the stack, so
-that these still point to the user's line.
+The loop consists of batches, backward passes, and steps of optimizers and GradScaler. Around it are
+options, models, samplers, schedulers and files. `WRAPPED` lists functions with an observer that is
+called before or after them. Functions that raise warnings by stack level are wrapped further down
+the stack, so that the warnings still point to the user's line.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DATA, _BACKWARD, _OPTIMIZER = int(Phase.DATA), int(Phase.BACKWARD), int(Phase.O
 
 
 def install_dataloader(dataloader: ModuleType) -> None:
-    """Time the training thread's waits for a batch, and notice loaders and what they draw."""
+    """Time the training thread's waits for a batch, and notice loaders and the indices drawn."""
     for iterator_class in torch_private.loader_iterator_classes(dataloader):
         around(
             iterator_class, "_next_data", "dataloader", _batch_wanted, _batch_came, light="batch"
@@ -69,7 +69,7 @@ def _batch_wanted(iterator: Any) -> Any:
     began = clock() if first or tracker.clocked else 0
     if first:
         epoch = getattr(torch_private.sampler_of(iterator), "epoch", None)
-        # Some jobs store a seed as the epoch: a number of more than eight bytes is no epoch.
+        # Some jobs store a seed as the epoch: a number of more than eight bytes is not one.
         known = type(epoch) is int and abs(epoch) < 1 << 63
         iterator._ddpdoctor_epoch = epoch if known else NO_EPOCH
         debugger.note_worker_code(iterator)
@@ -145,7 +145,7 @@ def install_subset(module: ModuleType) -> None:
 def _notice_built(made: Any, first: str, book: loaders.Book) -> None:
     """Note objects of a class when their ``__init__`` sets the attribute ``first``.
 
-    So no frame of ours is on their stack, and the class looks unchanged.
+    Thus none of our frames is on their stack, and the class looks unchanged.
     """
     if "__setattr__" in vars(made):
         return
@@ -174,8 +174,8 @@ def install_backward(autograd: ModuleType) -> None:
 
 def _backward_begins(tensors: Any, *args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
     tracker = rank.active
-    # autograd.grad calls the engine without accumulating: that is no backward pass. Reentrant
-    # checkpointing calls backward within backward: that is one phase and one count.
+    # autograd.grad calls the engine without accumulating: that is not a backward pass. Reentrant
+    # checkpointing calls backward within backward: that is one phase and counts once.
     if not accumulate_grad or tracker is None or tracker.phase == _BACKWARD:
         return None
     began = clock() if tracker.clocked else 0
@@ -193,7 +193,7 @@ def _backward_begins(tensors: Any, *args: Any, accumulate_grad: bool = False, **
         _look_at_graph(tensors)
     if loss is not None:
         tracker.step.loss = loss
-        # Only a finite number less itself is 0.
+        # Only a finite number minus itself is 0.
         if callable(loss) or loss - loss != 0.0:
             emit(Observer.loss_began, tensors[0], loss)
     for subscriber in events.backward_begins:
@@ -255,7 +255,7 @@ def _initialized(begun: bool, result: Any, error: BaseException | None) -> None:
     hot.initializes(-1)
 
 
-# Dynamo traces these two when it compiles the step of an optimizer. It knows `is_tracing`.
+# Dynamo traces these two when it compiles the step of an optimizer. It takes `is_tracing` as true.
 
 
 def _step_begins(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -315,7 +315,7 @@ _last_scaled: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
 
 
 def install_scaler(module: ModuleType) -> None:
-    """Wrap ``torch.amp.GradScaler``. That of ``torch.cuda.amp`` inherits from it."""
+    """Wrap ``torch.amp.GradScaler``. The class in ``torch.cuda.amp`` inherits from it."""
     after(module.GradScaler, "scale", _note_scaled)
     before(module.GradScaler, "unscale_", _unscales)
     around(module.GradScaler, "step", "amp", _scaler_steps, _scaler_stepped)
@@ -358,7 +358,7 @@ def _scaler_stepped(begun: Any, result: Any, error: BaseException | None) -> Non
         tracker.stepped(optimizer, skipped=True)
 
 
-# -- what scripts call around the loop
+# -- functions that scripts call around the loop
 
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
 
@@ -404,20 +404,20 @@ WRAPPED: tuple[tuple[str, str, str, Wrap, Callable[..., object]], ...] = (
      job_launch.data_parallel_built),
     # DDP's own ``join`` returns one.
     ("torch.distributed.algorithms.join", "Join", "__enter__", before, steps.join_entered),
-    # It raises and warns nothing by stack level.
+    # It issues no warnings by stack level.
     ("torch.nn.modules.module", "Module", "load_state_dict", after, _weights_loaded),
     ("torch.nn.modules.module", "Module", "eval", after, _model_evaluates),
     # The comparison of shapes that comes first in DDP's constructor.
     ("torch.nn.parallel.distributed", "", torch_private.VERIFY_PARAMETERS, before, _model_given),
     ("torch.distributed.pipelining.stage", torch_private.STAGE, "__init__", after, _stage_built),
     ("torch.optim.lr_scheduler", "LRScheduler", "__init__", after, _scheduler_made),
-    # Its constructor does not call that of the base class.
+    # Its constructor does not call the base class's.
     ("torch.optim.lr_scheduler", "ReduceLROnPlateau", "__init__", after, _scheduler_made),
     ("torch.optim.lr_scheduler", "ReduceLROnPlateau", torch_private.REDUCE_LR, after, _rate_cut),
     # Before ``torch`` copies the name.
     ("torch.serialization", "", "save", before, _saves),
 )  # fmt: skip
-"""A module, its class (empty for the module itself), its function, and who is called by what."""
+"""Module, class (empty for the module itself), function, how it is wrapped, and the observer."""
 
 
 def install_wrapped(module: ModuleType) -> None:
@@ -448,7 +448,7 @@ def _clipped(tracker: Any, result: Any, error: BaseException | None) -> None:
 
 
 def install_serialization(serialization: ModuleType) -> None:
-    """Record devices of loaded storages, below ``torch.load``, whose warnings name its caller."""
+    """Record loaded storages' devices. Wrap below ``torch.load``: its warnings name its caller."""
     original = getattr(serialization, torch_private.RESTORE_LOCATION, None)
     if original is None:
         return

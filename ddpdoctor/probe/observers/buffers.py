@@ -1,9 +1,9 @@
-"""Hash buffers that DDP leaves to each rank, where a broadcast would have made them equal.
+"""Hash the buffers that DDP does not broadcast: they may differ between ranks.
 
-Before a forward, DDP broadcasts all buffers of rank 0, including replaced ones. Then there is
-nothing to compare, but all ranks have to take part. Without gradients, DDP broadcasts only before
-the first forward after a training step. It does not broadcast if the user turned that off, or if
-the module had no buffers when DDP was built.
+Before a forward, DDP broadcasts all buffers of rank 0, including replaced ones. Then they
+are equal, but all ranks have to take part in the broadcast. Without gradients, DDP broadcasts only
+before the first forward after a training step. It does not broadcast if the user turned that off,
+or if the module had no buffers when DDP was built.
 
 Integers (counters, positions, states of generators) and buffers outside the state dict are never
 hashed. Running statistics of normalization layers are hashed in evaluations, which use them.
@@ -37,16 +37,16 @@ from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.run.records.model import BuffersRecord, OtherModelRecord, StatisticsRecord
 from ddpdoctor.run.records.training import EvaluationRecord
 
-DENSE_STEPS = 8  # first steps, which are all hashed; later powers of two, each with the next step
+DENSE_STEPS = 8  # number of first steps, all hashed; then powers of two, each with the next step
 MAX_INTERVAL = 1024  # maximum interval of hashed steps, instead of larger powers of two
-MAX_BUFFERS = 8  # buffers in a record
+MAX_BUFFERS = 8  # maximum number of buffers in a record
 MAX_EVALUATIONS = 64  # maximum number of evaluations that a rank records
-UNBUDGETED_EVALUATIONS = 2  # short jobs have spent their budget by then
+UNBUDGETED_EVALUATIONS = 2  # number of evaluations without budget, which short jobs have spent
 MAX_OTHERS = 8  # maximum number of followed models outside DDP
-MAX_TRIES = 2  # batches of an evaluation at which evaluation mode is checked
-MAX_LAYERS = 64  # layers whose statistics are hashed
+MAX_TRIES = 2  # maximum number of batches of an evaluation at which evaluation mode is checked
+MAX_LAYERS = 64  # maximum number of layers whose statistics are hashed
 MAX_SAMPLED_LAYERS = 4  # maximum number of layers whose elements are written
-SAMPLED_ELEMENTS = 32  # elements of a buffer that are written
+SAMPLED_ELEMENTS = 32  # number of elements of a buffer that are written
 STATISTICS = ("running_", "moving_")  # prefixes of the names of running statistics
 
 
@@ -255,7 +255,7 @@ def _write(
 
 
 def _unnormalized(ddp: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and first buffers of the state dict, without running statistics."""
+    """Yield the first buffers of the state dict with their names, without running statistics."""
     ignored: set[str] = getattr(ddp, "parameters_to_ignore", None) or set()
     found = 0
     for prefix, module in ddp.module.named_modules():

@@ -160,7 +160,7 @@ class _GroupCalls:
 
 
 class _Alike(NamedTuple):
-    """The properties of equal calls, and how they are stored."""
+    """The properties of equal calls, and their stored form."""
 
     chain: tuple[Site, ...]
     group: Any
@@ -194,7 +194,7 @@ class Ledger(Calls):
         self._when_carried: Callable[[int], None] | None = None
 
     def watch(self, elements: int, moved: Callable[[int], None]) -> None:
-        """Call ``moved`` once collectives carried this many elements in a step. Never if 0."""
+        """Call ``moved`` once collectives have carried this many elements in a step. Never if 0."""
         self.enough, self._when_carried = elements, moved
 
     def _carry(self, elements: int) -> None:
@@ -257,7 +257,7 @@ class Ledger(Calls):
     def like(
         self, name: str, tensor: Any, op: Any, root: Any, group_root: Any, group: Any, later: Any
     ) -> tuple[_GroupCalls, bytes, Any, tuple[int, ...], int] | None:
-        """Return how the last call is stored, so that compiled code can store equal calls.
+        """Return the stored form of the last call, so that compiled code can store equal calls.
 
         The arguments are those of the call. Missing ones are None.
 
@@ -364,7 +364,7 @@ class Ledger(Calls):
         if made is None:
             made = self._groups[name] = _GroupCalls(name, self._ring.text(f"{name}|{ranks}"))
         if actual is world:
-            # Both names refer to one group.
+            # Both names refer to the same group.
             self._groups[DEFAULT_GROUP] = made
         return made
 
@@ -418,7 +418,7 @@ reduced_graphs: list[tuple[Any, str, Site]] = []
 
 
 def _note_graph(name: str, tensor: Any, site: Site, step: int) -> None:
-    """Note a call in whose output the tensor's graph is lost.
+    """Note a call whose output loses the tensor's graph.
 
     ``torch.distributed.nn.functional`` calls collectives with gradients off.
     """
@@ -438,7 +438,7 @@ MAX_GROUPS = 16  # maximum number of reported groups, the last used ones
 RECORDED_CALLS = 2000  # size of the recorder, the default of later versions
 
 LOOK_SECONDS, RAN_SECONDS = 0.25, 0.01
-"""Seconds during which the training thread is watched, and the minimum CPU seconds in this time
+"""Seconds for which the training thread is watched, and the CPU seconds that it must use meanwhile
 unless it sleeps: a thread without a core does not move either."""
 
 Caller = Callable[["int | None"], tuple[str, ...]]
@@ -460,7 +460,7 @@ class Flight:
     """Write the Flight Recorder's entries for the supervisor into a file of the run directory.
 
     Write all entries: only a comparison with other ranks shows which one matters, and this rank may
-    be many calls ahead of it.
+    be many calls past that one.
 
     Args:
         directory: The run directory.
@@ -544,7 +544,7 @@ def _sleeps(thread: int) -> bool:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Unpickle only built-in types, of which a dump consists. Import nothing else."""
+    """Unpickle only built-in types, of which a dump consists. Import nothing."""
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         raise pickle.UnpicklingError(f"{module_name}.{global_name} in a Flight Recorder's dump")

@@ -1,4 +1,4 @@
-"""Keep track of the rank's DDP modules and pipeline stages, and of what is loaded into them.
+"""Keep track of the rank's DDP modules and pipeline stages, and of weights loaded into them.
 
 ``load_state_dict(strict=False)`` ignores names that do not match. A load that ignored most of a
 checkpoint is recorded, even before the process is a rank.
@@ -79,9 +79,9 @@ class Replica:
         self.forwards = 0  # forwards since the last step of an optimizer
         self.site = NOWHERE  # the line of the last forward, in the first iterations
         self.reduced = 0  # backwards that were reduced
-        self.due = False  # a reduced backward is still to be checked
+        self.due = False  # whether a reduced backward is still to be checked
         self.ready: Sequence[int] = [0] * count
-        self.sure = False  # the current backward is certainly this module's, and reduced
+        self.sure = False  # whether the current backward is certainly this module's, and reduced
         self.marks: list[tuple[int, Mark]] | None = None
         self.cause = ""
         self.unreduced: Unreduced | None = None
@@ -199,7 +199,7 @@ _partial_loads: dict[int, int] = {}
 
 
 def state_dict_loaded(module: Any, given: Any, result: Any) -> None:
-    """Record whether a ``load_state_dict`` that returned ignored most of the names."""
+    """Record a ``load_state_dict`` that ignored most names, and a later one that did not."""
     missing = getattr(result, "missing_keys", None)
     unexpected = getattr(result, "unexpected_keys", None)
     if not isinstance(given, Mapping) or missing is None or unexpected is None:
@@ -270,7 +270,7 @@ class Changes(Observer):
         self._replicas = replicas
 
     def weights_loaded(self, module: Any) -> None:
-        """Record the DDP modules that contain the module or are part of it."""
+        """Record the load for each DDP module that contains the loaded module."""
         for each in self._replicas.alive:
             ddp = each.ddp()
             if ddp is not None and any(part is module for part in ddp.modules()):

@@ -85,9 +85,9 @@ def _content(obj: Any, depth: int = _CONTENT_DEPTH) -> str:
 
     Returns:
         ``module`` for a pickled model, ``wrapper`` for a pickled DDP module, ``wrapped`` for keys
-        with the wrapper's prefix, and ``data`` for anything else, as modules without parameters.
-        A wrapper within the wrapped model gives some of the keys the prefix. All of them have it
-        only if they come from the outermost wrapper.
+        with the wrapper's prefix, and ``data`` for anything else, such as modules without
+        parameters. A wrapper within the wrapped model gives some of the keys the prefix. All of
+        them have it only if they come from the outermost wrapper.
     """
     torch = sys.modules["torch"]
     if isinstance(obj, torch.nn.parallel.DistributedDataParallel):
@@ -105,7 +105,7 @@ def _content(obj: Any, depth: int = _CONTENT_DEPTH) -> str:
     )
 
 
-# -- the file or address that an exception is about, and the room there was
+# -- the file or address that an exception is about, and the free space
 
 _SERIALIZATION = os.path.join("torch", "serialization.py")
 _DOWNLOADERS = (
@@ -212,11 +212,11 @@ def unwrapped(error: BaseException) -> tuple[Raised, Raised | None]:
 
 
 def text_of(error: object) -> str:
-    """Return the text of an object, mostly of an exception. Never raises."""
+    """Return the text of an object, usually an exception. Never raises."""
     try:
         return str(error)
     except Exception:
-        return "(its message could not be made)"
+        return "(its message could not be formatted)"
 
 
 def name_of(kind: type[BaseException]) -> str:
@@ -273,20 +273,20 @@ def _last_user_line(printed: str) -> tuple[str, int] | None:
     return (os.path.abspath(found[-1][0]), int(found[-1][1])) if found else None
 
 
-# -- records of what ends a process
+# -- records of the ends of processes
 
 _MESSAGE = 4_000
 _LINE = 1_500
 _TRACEBACK = 60_000
 
 _MAX_SAME_NS = 1_000_000_000  # nanoseconds within which an equal id means the same exception
-_MAX_UNTIL_EXIT_NS = 60_000_000_000  # from a printed exception to the exit that it explains
+_MAX_UNTIL_EXIT_NS = 60_000_000_000  # nanoseconds from a printed exception to the exit it explains
 _NO_FAILURE = ("SystemExit", "GeneratorExit", "Exit", "Abort")
 """Exceptions by which a script, or click, exits on purpose."""
 
 _format_exception = traceback.format_exception
 owner = os.getpid()
-"""The process that loaded the probe. Forked children (of multiprocessing, say) end otherwise."""
+"""The process that loaded the probe. Forked children, like multiprocessing's, end differently."""
 
 _shown: tuple[int, ErrorRecord] | None = None
 """The last printed exception, with its id. It may be the reason for an exit."""
@@ -409,12 +409,12 @@ def write_stray(record: EndOfProcess) -> None:
         os.close(descriptor)
 
 
-# -- exceptions that were printed, and end no process by themselves
+# -- exceptions that were printed, and do not end a process by themselves
 
 
 @shield.shielded
 def printed(*args: Any, **kwargs: Any) -> None:
-    """Remember a printed exception as a record. The exception would keep its frames alive."""
+    """Remember a printed exception as a record, because the exception keeps its frames alive."""
     global _shown
     error = kwargs.get("value", args[1] if len(args) > 1 else args[0] if args else None)
     if not isinstance(error, BaseException) or not _is_failure(error):

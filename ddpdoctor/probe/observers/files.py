@@ -23,8 +23,8 @@ _CACHES = ("__pycache__", "torchinductor", "triton", "/dev/", "/proc/", "/sys/")
 _WHAT = {"os.mkdir": "make", "os.remove": "remove", "os.rmdir": "remove", "shutil.rmtree": "remove"}
 
 _read: deque[ReadFile] = deque(maxlen=MAX_READ)
-_known: set[tuple[str, str]] = set()  # what was recorded, and one thing more
-_off = False  # in a forked child, which is no rank
+_known: set[tuple[str, str]] = set()  # recorded operations and paths, and one more
+_off = False  # True in a forked child, which is not a rank
 
 
 def forget() -> None:

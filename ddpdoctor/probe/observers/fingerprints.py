@@ -1,4 +1,4 @@
-"""Fingerprint models after training steps, to show what differs between ranks, and since when.
+"""Fingerprint models after training steps, to show where ranks differ, and since which step.
 
 Ranks do not communicate: each writes its own hashes, and a rule compares the files. Some
 fingerprints are *rich*: one hash and norm per tensor, and hashes of the gradients and of the
@@ -105,7 +105,7 @@ def hashes_of(tensors: Iterable[Any]) -> Readback:
 
 
 def packed(hashes: Iterable[int], norms: Iterable[float]) -> str:
-    """Encode as text four bytes of each tensor's hash, and its norm."""
+    """Encode four bytes of each tensor's hash, and its norm, as text."""
     data = b"".join(
         # Take the upper half, which depends on all bits.
         struct.pack(
@@ -155,7 +155,7 @@ NAMED_CHANGED = 8  # maximum number of parameters that a record names; it counts
 
 
 class Versions:
-    """The version counters and addresses of parameters after a step; -1 before the first one."""
+    """The version counters and addresses of parameters after a step (-1: before the first one)."""
 
     def __init__(self, step: int = -1) -> None:
         self._step = step
@@ -172,7 +172,7 @@ class Versions:
         ]
 
     def changed(self) -> Iterator[OutsideRecord]:
-        """Return the changes since the note by module, and forget it."""
+        """Yield the changes since `note` by module, and forget the noted state."""
         noted, self._noted = self._noted, []
         changed: dict[int, list[str]] = {}
         for module, name, ref, *before in noted:
@@ -187,7 +187,7 @@ class Versions:
 
 # -- fingerprints
 
-RICH_STEPS = 16  # first steps, whose fingerprints are rich
+RICH_STEPS = 16  # number of first steps, whose fingerprints are rich
 RICH_PRICE = 4  # assumed cost of a rich fingerprint in plain ones, while only one cost is known
 KERNEL_COST = 20_000  # nanoseconds to launch the hash of a tensor, or of a piece of it on a GPU
 NEXT_STEP_COST = 100_000
@@ -200,7 +200,7 @@ RICH_EVERY = 8  # interval of rich fingerprints among later ones
 RICH_BYTES = 1 << 18  # bytes of rich fingerprints after which the interval doubles
 MAX_OPTIMIZERS = 8  # maximum number of optimizers whose state is hashed
 MAX_PENDING = 8  # maximum number of fingerprints that wait for a device
-DENSE_AVERAGES = 8  # first possible averagings of parameters, which are all compared
+DENSE_AVERAGES = 8  # number of first possible averagings of parameters, all compared
 
 
 @dataclass
@@ -386,8 +386,7 @@ class Fingerprints(Observer):
             self._pending.append(_Pending([read], make))
         self._drain()
 
-    # -- parts
-    # -- parts
+    # -- taking and writing
 
     def _write_elements(self, suspicion: Suspicion) -> None:
         """Write elements of the suspected tensors."""
@@ -501,8 +500,8 @@ def _scale() -> Readback | None:
 
 # -- training without DDP: whether the ranks of a group still train one model
 
-DENSE_STEPS = 8  # first steps, which are all measured; later the powers of two
-SURE_STEPS = 4  # first steps, measured regardless of the budget: short jobs have no more
+DENSE_STEPS = 8  # number of first steps, all measured; then the powers of two
+SURE_STEPS = 4  # number of first steps measured even without budget: short jobs have no more
 SOLO_PARAMETERS = 3  # maximum number of measured parameters
 MAX_SOLO_ELEMENTS = 1 << 20  # maximum size of a measured parameter, unless all are larger
 
@@ -515,7 +514,7 @@ class Independent(Observer):
         self._begun = False
         self._last = -1  # the last measured training step
         self._before = 0  # collectives before the first step that may have carried parameters
-        self._outside = False  # parameters were changed between steps of the optimizer
+        self._outside = False  # whether parameters were changed between steps of the optimizer
         self._versions: list[tuple[weakref.ref[Any], int]] = []
         self._wrapped = False
 
@@ -586,7 +585,7 @@ class Independent(Observer):
             self._versions.append((weakref.ref(first), first._version))
 
     def rank_ends(self) -> None:
-        """Record the total that was exchanged."""
+        """Record the total number of collectives and steps."""
         if self._last < 0:
             return
         ledger = self.state.ledger

@@ -3,9 +3,9 @@
 The parameters whose gradients changed show what DDP reduced. A forward through DDP arms its next
 backward. Only an armed backward is reduced. Parameters with other gradients are measured when an
 optimizer steps them (`Unreduced`): the norms of gradient and parameter are recorded, and a rule
-compares the ranks to find whether it did any harm.
+compares the ranks to find whether the missing reduction did harm.
 
-Changes of gradients are no fault if all ranks make them. A rank records when it starts or stops
+Changes of gradients are not a fault if all ranks make them. A rank records when it starts or stops
 changing them, and a rule compares. Calls of torch's clipping are observed in every step. Their end
 is noticed later, but recorded with the right step. Other changes of a gradient show in its version
 counter, in the steps that all ranks check.
@@ -48,14 +48,14 @@ from ddpdoctor.run.records.model import (
     UnreducedRecord,
 )
 
-MAX_CHECKED = 10  # synchronized backwards of a DDP module that are checked for missing gradients
+MAX_CHECKED = 10  # number of synchronized backwards of a module checked for missing gradients
 MAX_NAMED = 8  # maximum number of parameters or layers that a record names; it counts all
 UNFINISHED = "Expected to have finished reduction"  # DDP's message about missing gradients
 USE_BACKWARDS = 50  # synchronized backwards after which full use of the parameters is recorded
 MIN_USE_BACKWARDS = 5  # the same if the rank ends earlier
-DENSE_SEARCHES = 8  # first synchronized backwards; zeros are searched for after each
+DENSE_SEARCHES = 8  # number of first synchronized backwards, each followed by a search for zeros
 ZEROS_RECORDED_AT = 64  # synchronized backwards after which a running job records zeros
-CHECKED_ELEMENTS = 1 << 12  # elements of a gradient on the CPU that are checked first
+CHECKED_ELEMENTS = 1 << 12  # number of elements of a gradient on the CPU that are checked first
 NORMALIZING_AT = 3  # the synchronized backward after which BatchNorm layers are recorded
 
 STEP_IN_NO_SYNC = "step in no_sync"
@@ -69,8 +69,8 @@ OUTSIDE = "outside"
 
 MAX_CONSTANT_LOSSES = 16  # maximum number of records
 MAX_MEASURED = 4  # maximum number of parameters whose norms are in a record
-DENSE_UNREDUCED = 10  # first measurements of each kind of unreduced gradient; then powers of two
-MAX_UNREDUCED = 256  # the last measurement
+DENSE_UNREDUCED = 10  # number of first unreduced steps per kind, all measured; then powers of two
+MAX_UNREDUCED = 256  # nothing is measured after this many such steps
 SEARCH_EVERY = 512
 """Maximum interval, in synchronized backwards, of searches for new parameters. The first searches
 are at powers of two."""
@@ -160,7 +160,7 @@ class Gradients(Observer):
             each.due = True
             each.unreduced = None
         elif each.cause and (each.unreduced is None or each.unreduced.cause == STEP_IN_NO_SYNC):
-            # Accumulation within no_sync() is no fault while more backwards follow.
+            # Accumulation within no_sync() is not a fault while more backwards follow.
             each.unreduced = Unreduced(each.cause, sites.caller(), changed[:MAX_MEASURED])
         each.armed = each.unarmed = 0
 
@@ -235,7 +235,7 @@ class Gradients(Observer):
                     self._record_missing(each, ddp, gone)
 
     def rank_ends(self) -> None:
-        """Record for short jobs that all parameters were used, or which were not."""
+        """Record for short jobs whether all parameters were used, and which were not."""
         for each in self._replicas.alive:
             if each.looks >= MIN_USE_BACKWARDS:
                 self._record_never(each)
@@ -263,7 +263,8 @@ class Gradients(Observer):
     def _look_for_zeros(self, each: Replica, ddp: Any) -> None:
         """Keep the largest magnitude of each gradient.
 
-        With these options, DDP gives a gradient of zeros to outputs that the loss does not use.
+        With ``find_unused_parameters`` or a static graph, DDP passes zeros as gradients of outputs
+        that the loss does not use.
         """
         torch: Any = sys.modules["torch"]
         budget = self.state.budget
@@ -400,7 +401,7 @@ class Gradients(Observer):
 
 
 def _with_norms(record: UnreducedRecord, shown: dict[str, Any]) -> Lazy | None:
-    """Return a record with norms of gradients and values, once known; None if unreadable."""
+    """Return a record that waits for norms of gradients and values. None if unreadable."""
     read = readback.gradients_and_values(list(shown.values()))
     if read is None:
         return None
@@ -414,11 +415,11 @@ def _with_norms(record: UnreducedRecord, shown: dict[str, Any]) -> Lazy | None:
     return when_ready([read], with_norms)
 
 
-JOINT_BACKWARDS = 4  # first backwards, which are checked for gradients of other parameters
+JOINT_BACKWARDS = 4  # number of first backwards that are checked for gradients of other parameters
 FACTOR_ERROR = 1e-3
-MAX_GRAPHS = 8  # first backwards, whose graph is read from the loss on
+MAX_GRAPHS = 8  # number of first backwards whose graph is followed from the loss
 MAX_NODES = 64  # maximum number of nodes read
-SCALED_STEPS = 3  # backwards with a loss divided by the number of ranks until it is recorded
+SCALED_STEPS = 3  # number of backwards with a loss divided by the world size until it is recorded
 
 
 class LossScale(Observer):
@@ -480,7 +481,7 @@ class _Beside:
 
     ddp: int  # as in the records
     parameters: dict[str, weakref.ref[Any]]  # the first of them
-    joint: bool = False  # a reduced backward gave them gradients
+    joint: bool = False  # whether a reduced backward gave them gradients
     steps: int = 0
     first: Lazy | None = None  # the record of the first step, written once they are joint
 
@@ -488,7 +489,7 @@ class _Beside:
 class Outside(Observer):
     """Parameters that are trained together with a DDP module but are not part of it.
 
-    Parameters with gradients from other backwards are a model that each rank keeps for itself.
+    Parameters with gradients from other backwards belong to a model that is the rank's own.
     """
 
     def __init__(self, state: RankState, replicas: Replicas) -> None:
@@ -539,7 +540,7 @@ class Outside(Observer):
                 each.joint = each.joint or mark_of(parameter) != mark
 
     def step_begins(self, optimizer: Any) -> None:
-        """Record the norms of some of them in the first steps, then after powers of two."""
+        """Record the norms of some parameters in the first steps, then at powers of two."""
         each = self._known.get(optimizer)
         if each is None:
             return
@@ -635,10 +636,10 @@ def _cause(each: Replica, syncs: bool) -> str:
 
 # -- gradients that the job changes between backward and the optimizer's step
 
-EDITS_EVERY = 64  # first steps, which are all checked; then the interval of checks
+EDITS_EVERY = 64  # number of first steps, all checked; then the interval of checks
 MAX_EDITS = 128  # maximum number of records of each kind
 NAMED_EDITED = 4  # maximum number of parameters that a record names
-FACTOR_STEPS = 8  # first steps with measurements of a gradient before and after the job's changes
+FACTOR_STEPS = 8  # number of first steps with a gradient measured before and after the changes
 MAX_FACTORS = 4  # maximum number of measured changes
 MIN_MISPLACED = 3  # number of consecutive early calls of clipping until it is recorded
 _NO_CALL = ("", NOWHERE)
@@ -657,8 +658,8 @@ class Edits(Observer):
         self._last_count: dict[int, int] = {}
         """By DDP module, the number of gradients changed in the last checked step."""
         self._marks: list[tuple[Replica, list[tuple[int, Mark]]]] = []
-        self._scaled = False  # a GradScaler has scaled a loss, and has not unscaled yet
-        self._fresh = False  # a backward has ended since the last step of an optimizer
+        self._scaled = False  # whether a GradScaler has scaled a loss and not unscaled yet
+        self._fresh = False  # whether a backward has ended since the last step of an optimizer
         self._early: tuple[str, Site] | None = None  # a call before any backward of the step
         self._misplaced: dict[str, int] = {}  # consecutive occurrences by fault
         self._passes = 0  # backwards since the last step

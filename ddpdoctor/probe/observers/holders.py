@@ -33,13 +33,13 @@ MAX_SCAN_NS = 8_000_000  # maximum CPU time of a scan, in nanoseconds
 MAX_DEPTH = 9  # maximum number of references from a frame or module to a noted object
 MAX_FOLLOWED = 256  # maximum number of elements followed in a container, newest first
 MAX_FRAMES = 64
-MAX_MODULES = 128  # modules of the user
-MIN_ELEMENTS, MIN_BYTES = 2, 1 << 14  # of what is noted
+MAX_MODULES = 128  # maximum number of the user's modules
+MIN_ELEMENTS, MIN_BYTES = 2, 1 << 14  # minimum size of a noted object, in elements and in bytes
 MAX_FOUND = 8  # maximum number of holders in a record
 MAX_DESCRIBED = 64  # maximum number of objects weighed in one element
 MIN_WEIGHT = 1 << 20  # minimum growth in bytes that is worth reporting
 MAX_GRAPHS = 8  # maximum number of tensors whose graph is counted
-_CHECKED_EVERY = 32  # objects between two readings of the clock
+_CHECKED_EVERY = 32  # number of objects between two readings of the clock
 _OPTIMIZED = 1  # `inspect.CO_OPTIMIZED`, the flag of a function's code
 
 _PLAIN = (int, float, bool, complex, type(None), type(...), slice, range, ModuleType, CodeType)
@@ -61,14 +61,14 @@ _MODULE = "<module>"
 
 
 class Noted(NamedTuple):
-    """The size of an object, and how to find it again."""
+    """The kind and size of an object."""
 
     sort: str
     size: int
 
 
 class Place(NamedTuple):
-    """A name in a frame or module. Equal in each scan."""
+    """A name in a frame or module. It is the same in each scan."""
 
     path: str
     line: int
@@ -77,9 +77,9 @@ class Place(NamedTuple):
 
 
 class Scan:
-    """One scan at what a rank holds, from the innermost frame of the training thread that counts.
+    """One scan of what a rank holds, from the innermost relevant frame of the training thread.
 
-    Only what has grown since the ``earlier`` scan is described.
+    Only objects that have grown since the ``earlier`` scan are described.
     """
 
     def __init__(self, frame: FrameType | None, earlier: dict[Place, Noted] | None = None) -> None:
@@ -114,7 +114,7 @@ class Scan:
             # This must not keep any object of the job alive.
             del self._objects, self._seen
 
-    # -- where it begins
+    # -- where a scan begins
 
     def _frames(self, frames: list[FrameType]) -> None:
         for each in frames:
@@ -167,7 +167,7 @@ class Scan:
             self._parents.append(parent)
             self._labels.append(label)
 
-    # -- what it passes
+    # -- what a scan walks through
 
     def _walk(self) -> None:
         depths = self._depths
@@ -289,7 +289,7 @@ class Scan:
                     except AttributeError:
                         continue
 
-    # -- what it notes
+    # -- what a scan notes
 
     def _note(self, at: int, sort: str, size: int, value: Any) -> None:
         place = self._place(at)
@@ -380,7 +380,7 @@ def _length(value: Any) -> int:
     return int(_base_of(type(value)).__len__(value))
 
 
-# -- what a container holds
+# -- the contents of a container
 
 
 def _newest(value: Any) -> Any:
@@ -466,12 +466,12 @@ def worth(value: Any) -> tuple[int, int | None]:
 
 
 def words_of(container: Any) -> str:
-    """Return the class of a container and that of its elements: ``list of str``."""
+    """Describe a container by its class and that of its elements: ``list of str``."""
     return f"{type(container).__name__} of {type(_newest(container)).__name__}"
 
 
 def merged(before: dict[Place, Holder], scan: Scan) -> dict[Place, Holder]:
-    """Return what grew over several scans. ``scan`` is the newest."""
+    """Return the holders that grew over several scans. ``scan`` is the newest."""
     kept: dict[Place, Holder] = {}
     for place, older in before.items():
         noted = scan.sizes.get(place)
@@ -485,7 +485,7 @@ def merged(before: dict[Place, Holder], scan: Scan) -> dict[Place, Holder]:
 
 
 def weighs(holder: Holder) -> bool:
-    """Return whether what has grown may be large."""
+    """Return whether the growth may be large."""
     return holder.graph or holder.each is None or holder.grew * holder.each >= MIN_WEIGHT
 
 

@@ -69,7 +69,7 @@ class LaunchOptions(Observer):
         events.before_step(DATA_PARALLEL_AFTER, self._parallel_trains)
 
     def ddp_built(self, ddp: Any) -> None:
-        """Compare the option with the environment. By now the script had time to copy it."""
+        """Compare the option with the environment. By now the script has had time to copy it."""
         global _parsed_options
         if _parsed_options is None:
             return
@@ -108,11 +108,11 @@ _LISTEN_FAILED = re.compile(
     r"server socket has failed to (?:listen|bind)[^\n]*?(?:port: |\]:)(?P<port>\d+)"
 )
 _TCP_LISTEN = "0A"
-_SEARCH_SECONDS = 0.3  # for the search of all processes
+_SEARCH_SECONDS = 0.3  # maximum seconds to search the processes
 
 
 def port_facts(message: str) -> ResourceFacts | None:
-    """Return the holder of the port that torch's store could not listen on, by its message."""
+    """Return the holder of the port in torch's message that its store could not listen."""
     refused = _LISTEN_FAILED.search(message)
     if refused is None:
         return None
@@ -181,7 +181,7 @@ def _port_holder(port: int) -> PortHolder | None:
     others = (int(name) for name in os.listdir("/proc") if name.isdigit())
     for pid in (os.getpid(), *sorted(others, reverse=True)):
         folder = f"/proc/{pid}/fd"
-        # The process has ended or belongs to another user.
+        # The process may have ended, or belong to another user.
         with contextlib.suppress(OSError):
             if any(os.readlink(f"{folder}/{name}") in inodes for name in os.listdir(folder)):
                 environment: dict[str, str] = {}
@@ -207,7 +207,7 @@ def _port_holder(port: int) -> PortHolder | None:
 
 
 def _listening_sockets(port: int) -> Iterator[str]:
-    """Yield the sockets that listen on a port, named as links in ``/proc`` name them."""
+    """Yield the sockets that listen on a port, named as in the links of ``/proc``."""
     for name in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
         try:
             with open(name) as file:

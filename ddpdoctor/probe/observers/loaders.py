@@ -1,4 +1,4 @@
-"""Follow loaders and the loops over them: who built them, and what happens to their batches.
+"""Follow loaders and the loops over them: where they are built, and the use of their batches.
 
 Loaders, samplers and subsets are remembered with the lines that built them. A loop is one pass over
 a loader. It is recorded when it begins to train, if a batch had no backward, and at its end. A rule
@@ -200,7 +200,7 @@ class _Loop:
         self.before = self.after = reduced
         """Reduced backwards begun before the loop and up to now, without those of other loops."""
         self.fetched = 0
-        self.forwards = 0  # before the last fetch, as ``backwards``
+        self.forwards = 0  # forwards before the last fetch; ``backwards`` likewise
         self.backwards = 0
         self.idle: list[IdleBatch] = []
         self.idled = 0
@@ -234,7 +234,7 @@ class Loops(Observer):
         loop.forwards, loop.backwards = self._tracker.forwards, self._tracker.backward_count
         self._go_on(loop)
         if loop.number < 0 and self._recorded < MAX_LOOPS:
-            # Another loop may have trained since it began.
+            # Another loop may have trained since this one began.
             self.wake("forward_begins", "buffers_begin")
         else:
             self._tracker.looped = id(iterator)
@@ -290,7 +290,7 @@ class Loops(Observer):
         self._count_idle(loop)
         partner = self._current
         self._close(loop, "ended")
-        # A loop over zipped loaders ends when the first of them does, as the last one shows.
+        # Zipped loaders end together. The current loop is that of the loader fetched last.
         if partner is not None and partner is not loop and loop.sites == partner.sites:
             self._count_idle(partner)
             self._close(partner, "ended")

@@ -7,7 +7,7 @@ as often as the budget allows (`origins`).
 A rank's own gradients are checked before the all-reduce spreads them. The first small parameter of
 each DDP module is watched: its gradient depends on nearly all of the backward pass, so any
 non-finite value there reaches it. Its sum is checked just before autograd accumulates it. Only if
-it is not finite, the other parameters are searched. On a GPU the sum arrives later, so the others
+it is not finite are the other parameters searched. On a GPU the sum arrives later, so the others
 are requested at once, as often as the budget allows.
 """
 
@@ -54,7 +54,7 @@ class Losses(Observer):
         super().__init__(state)
         self._replicas = replicas
         self.waiting: _Waiting = deque(maxlen=64)
-        self._recorded = {True: 0, False: 0}  # records of gradients, and of losses
+        self._recorded = {True: 0, False: 0}  # number of records of gradients, and of losses
         self._origins: dict[int, Origin | None] = {}  # by step
         self._traces: dict[int, origins.Trace] = {}
         self._traced = 0  # nanoseconds spent on traces
@@ -68,7 +68,7 @@ class Losses(Observer):
             self._look_safely(loss, value)
 
     def _look_into(self, loss: Any, value: Loss | float) -> None:
-        """Search the origin of a non-finite loss before backward frees its graph."""
+        """Search for the origin of a non-finite loss before backward frees its graph."""
         step, budget = self.state.tracker.steps, self.state.budget
         if not callable(value):
             if step not in self._origins and len(self._origins) < MAX_ORIGINS:
@@ -105,7 +105,7 @@ class Losses(Observer):
             self.wake("step_ended")
 
     def step_ended(self, optimizer: Any, number: int) -> None:
-        """Read what has arrived."""
+        """Read the values that have arrived."""
         if not self.waiting:
             self.rest("step_ended")
             return
@@ -178,10 +178,10 @@ class Losses(Observer):
             return any(not parameter.isfinite().all() for parameter in small)
 
 
-# -- a rank's own gradients, before the all-reduce spreads what is not finite
+# -- a rank's own gradients, before the all-reduce spreads non-finite values
 
 LARGEST_WATCHED = 1 << 16  # maximum size of a watched parameter
-MAX_SEARCHES = 8  # maximum number: a job that continues with NaN has one in every step
+MAX_SEARCHES = 8  # maximum number of searches: a job with NaN would have one in every step
 GRADIENTS_SHARE = 4  # divisor: this part of the budget is spent here
 NAMED_GRADIENTS = 4  # maximum number of named parameters, in the order of the backward
 
@@ -297,7 +297,7 @@ def _ask(module: weakref.ref[Any], name: str, search: bool) -> Names:
             names = [each for each, _ in named]
             found = readback.largest_magnitudes([gradient for _, gradient in named])
         except Exception as error:
-            # Record the sum without it.
+            # Record the sum without the search.
             shield.fault(_SEARCH, error)
 
     def answer() -> list[str]:

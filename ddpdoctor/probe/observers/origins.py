@@ -1,10 +1,10 @@
 """Find where in the forward pass a loss stopped being finite, in the graph of its backward.
 
-The search follows non-finite results from the loss down to the first one. Autograd keeps what an
-operation needs for its backward, mostly its inputs or its result. We read that before backward
-frees it, keep only numbers and names, and recompute nothing. A loss on the CPU is traced when it is
-not finite. A loss on a GPU is read some steps later, when its graph is freed, so all sizes are
-requested beforehand. No hook of the job is called.
+The search follows non-finite results from the loss down to the first one. Autograd keeps the
+tensors that an operation needs for its backward, usually its inputs or its result. We read them
+before backward frees them, keep only numbers and names, and recompute nothing. A loss on the CPU is
+traced when it is not finite. A loss on a GPU is read some steps later, when its graph is freed, so
+all sizes are requested beforehand. No hook of the job is called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ddpdoctor.probe.observers.readback import Readback
 from ddpdoctor.probe.runtime import torch_private
 from ddpdoctor.run.records.model import Origin
 
-# -- the operations behind a loss, and the magnitudes of what they keep for backward
+# -- the operations behind a loss, and the magnitudes of the tensors kept for backward
 
 UNKNOWN = -1  # placeholder for a missing operation or size
 
@@ -36,9 +36,9 @@ _Key = tuple[int, Any, tuple[tuple[int, int], ...]]
 class Kept(NamedTuple):
     """A tensor that an operation keeps for its backward."""
 
-    own: bool  # the operation's own result
+    own: bool  # whether it is the operation's own result
     maker: int  # the operation that computed it, or `UNKNOWN`
-    trained: bool  # gradients flow into it
+    trained: bool  # whether gradients flow into it
     size: int  # the place of its size, or `UNKNOWN`
 
 
@@ -48,7 +48,7 @@ class Operation(NamedTuple):
     name: str
     below: tuple[int, ...]  # the operations that computed its inputs
     kept: tuple[Kept, ...]
-    complete: bool  # all kept tensors could be read
+    complete: bool  # whether all kept tensors could be read
     parameter: str | None  # the parameter's name, if this is a named parameter
     size: int  # the place of the parameter's size
     ran: int  # order of execution, -1 if unknown
@@ -57,7 +57,7 @@ class Operation(NamedTuple):
 def read_graph(
     loss: Any, names: dict[int, str], most: int
 ) -> tuple[list[Operation], list[Any]] | None:
-    """Return at most so many operations that computed a loss, and the tensors with their sizes.
+    """Return the operations that computed a loss, at most ``most``, and the tensors to measure.
 
     ``names`` holds the parameters' names by ``id``. Return None for a graph that is too large.
     """

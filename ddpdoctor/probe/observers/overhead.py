@@ -5,7 +5,7 @@ Diagnoses of hangs and divergence need that, and it is cheap. The rest is sample
 short:
 
 - `Detail`: losses, batch sizes and DDP's timers are read only in some steps ("full" steps, the
-  others are "light"), and one line of the journal stands for several steps.
+  others are "light"), and one line of the journal covers several steps.
 - `Pacing`: gradients are followed in all steps, or in windows of steps if that exceeds its share.
 - `Pace`: fingerprints are taken at the multiples of an interval, and at each suspected step
   (`Suspected`), which a separate credit pays for.
@@ -34,11 +34,11 @@ from ddpdoctor.run.mapped import SUSPICION, Suspicion, SuspicionReader, Unreadab
 if TYPE_CHECKING:
     from ddpdoctor.probe.runtime.budget import Budget
 
-DENSE_STEPS = 256  # first steps, which are all full, each with its own line
+DENSE_STEPS = 256  # number of first steps, all full, each with its own line
 MIN_DENSE_STEPS, DENSE_COST = 128, 16_000_000
-"""At least this many of them, and more until following took this many nanoseconds."""
+"""Minimum number of dense steps, and nanoseconds that following them takes before they end."""
 
-EARLY_STEPS = 1024  # first steps, with more lines, full steps and windows than later
+EARLY_STEPS = 1024  # number of first steps, with more lines, full steps and windows than later
 
 # -- how closely a step is followed
 
@@ -48,10 +48,10 @@ steps are so short that no more of them can be light."""
 
 MAX_STEPS = 1024  # maximum number of steps per line
 EARLY_FULL, LATE_FULL = 64, 128
-"""Maximum interval of full steps: at the beginning or if steps take 9 ms, and otherwise."""
+"""Maximum interval of full steps: at the beginning or if steps take 9 ms or more, and otherwise."""
 
 STEPS_SHARE, MIN_STEPS_SHARE = 2, 4
-"""Divisors: between a quarter and a half of the budget goes here, including the writing thread."""
+"""Divisors: a quarter to a half of the budget is for following steps, including writing records."""
 
 WINDOW = 16  # number of steps in a window
 CLOCKED_EVERY, CLOCKED_AT_FIRST = 500_000_000, 10_000_000
@@ -78,8 +78,8 @@ class Detail:
         self.most = MAX_STEPS
         self.full = self.light = 0.0  # nanoseconds of the hooks in a full and in a light step
         self.paced = 0.0  # the same in a light step with followed gradients
-        self.pacing = False  # the gradients of the current step are followed
-        self.dense = True  # all steps are full
+        self.pacing = False  # whether the gradients of the current step are followed
+        self.dense = True  # whether all steps are full
         self._budget: Budget | None = None
         self._step = 0.0
         self._clock_at = 0
@@ -110,7 +110,7 @@ class Detail:
         self._before = self._diagnosed
 
     def charge(self, began: int) -> None:
-        """Charge work since a time that is not part of every step, such as the begin of a pass.
+        """Charge for work since ``began`` that not every step does, such as starting a pass.
 
         It would distort the cost of the measured step.
         """
@@ -127,11 +127,11 @@ class Detail:
         spent = self._hooks.spent - diagnosed
         self._hooks.clocked = False
         if spent <= 0:
-            # They ran elsewhere: in the loader's hooks, in autograd's thread.
+            # Diagnoses ran elsewhere: in the loader's hooks, or in autograd's thread.
             return
         name = "full" if not was_light else "paced" if self.pacing else "light"
         before = getattr(self, name)
-        # A high cost may be an accident, a low cost hardly.
+        # A high cost may be an outlier. A low cost rarely is.
         less = spent < before / 2 and not diagnosed
         setattr(self, name, spent if less else _mean(before, spent))
 
@@ -206,8 +206,8 @@ EARLY_WINDOW, LATE_WINDOW = 4, 64
 """Maximum interval of followed windows: at the beginning, and later."""
 
 GRADIENTS_SHARE, MIN_GRADIENTS_SHARE = 2, 16
-"""Divisors: at most half of the budget goes here, limited to what the hooks leave, and at least a
-sixteenth."""
+"""Divisors: at most half of the budget is for gradients, limited to the rest that the hooks leave,
+and at least a sixteenth."""
 
 RECHECKS = 4  # number of checks between two followed windows for whether to follow more
 CLOCKED_WINDOWS = 4  # interval of followed windows with a measured step
@@ -283,15 +283,15 @@ class Pacing(Observer):
 
 # -- at which steps fingerprints are taken
 
-DENSE_SAMPLES = 64  # first steps with a fingerprint each, and fingerprints per doubling
-MAX_SUSPICIONS = 2  # paid suspicions: the first may not know which tensors to write
+DENSE_SAMPLES = 64  # number of fingerprints per doubling, at first one in each step
+MAX_SUSPICIONS = 2  # maximum number of paid suspicions: the first may not name the tensors to write
 MIN_GRANT = 50_000_000  # nanoseconds per suspicion, unless two rich fingerprints cost more
-MAX_GRANTED = 1_000_000_000  # nanoseconds that a suspicion may cost at most
+MAX_GRANTED = 1_000_000_000  # maximum nanoseconds granted for a suspicion
 LONGEST_INTERVAL = 1 << 20
 
 
 class Pace:
-    """Choose the steps whose fingerprint a rank takes. After ``dense`` the interval doubles."""
+    """Choose the steps whose fingerprint a rank takes. The interval doubles after ``dense``."""
 
     def __init__(self, dense: int = DENSE_SAMPLES) -> None:
         self.interval = 1
@@ -308,7 +308,7 @@ class Pace:
         self.interval = min(self.interval * 2, LONGEST_INTERVAL)
 
     def took(self, surplus: bool) -> None:
-        """Note that a fingerprint was taken. ``surplus``: the budget is enough for several more."""
+        """Note that a fingerprint was taken. ``surplus``: whether the budget suffices for more."""
         self._taken += 1
         if self._taken >= self._dense:
             self._taken = 0

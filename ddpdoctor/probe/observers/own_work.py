@@ -1,6 +1,6 @@
-"""Record the line of a rank that has been outside of the training loop for long.
+"""Record the line of a rank that has long been outside of the training loop.
 
-No hook observes work between two phases, such as the preparation of data, so a rank that is ended
+No hook observes work between two phases, such as the preparation of data, so a rank that is killed
 there leaves no line. The writing thread records one at doubling intervals.
 """
 

@@ -23,7 +23,7 @@ from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.run.records.base import encode
 from ddpdoctor.run.records.training import GeneratorState, RandomRecord
 
-FIRST_FORWARD, LAST_FORWARD = 3, 8  # first forwards, at which generators are read
+FIRST_FORWARD, LAST_FORWARD = 3, 8  # the first and the last forward at which generators are read
 WORKER_BATCHES = 3  # number of a worker's first batches
 MAX_WORKERS = 2  # maximum number of workers of a loader that write
 MAX_RANKS = 8  # maximum number of ranks whose workers write
@@ -72,7 +72,7 @@ class RandomNumbers(Observer):
             self._read("batch")
 
     def forward_begins(self, ddp: Any, armed: bool) -> None:
-        """Read them before the first draws of the model."""
+        """Read the states before the first draws of the model."""
         self._forwards += 1
         if self._forwards == FIRST_FORWARD:
             self._drops = any("drop" in type(each).__name__.lower() for each in ddp.modules())
@@ -80,7 +80,7 @@ class RandomNumbers(Observer):
             self._read("forward")
 
     def backward_begins(self) -> None:
-        """Read them after the last draws of the loss."""
+        """Read the states after the last draws of the loss."""
         if self._forwards < FIRST_FORWARD:
             return
         self._read("backward")

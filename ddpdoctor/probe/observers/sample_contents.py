@@ -23,8 +23,8 @@ from ddpdoctor.run.records import training as records
 # -- the size of a batch, and hashes of a few elements of a few of its samples
 
 MAX_LEAVES = 3  # maximum number of hashed tensors or lists of strings of a batch
-SPREAD_ELEMENTS = 16  # hashed elements spread over a sample
-FIRST_ELEMENTS = 8  # hashed elements at a sample's beginning, which padding does not change
+SPREAD_ELEMENTS = 16  # number of hashed elements spread over a sample
+FIRST_ELEMENTS = 8  # number of hashed elements at a sample's beginning, unaffected by padding
 _BATCH_DEPTH = 3
 _PLAIN_TYPES = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
@@ -197,7 +197,7 @@ def sketch_rows(data: Any) -> Rows | None:
     return hashes
 
 
-# -- what an iterable data set orders its samples by
+# -- the epoch and the shuffling of an iterable data set
 
 MAX_PARTS = 64  # maximum number of inspected objects below a data set
 _EPOCHS = ("epoch", "_epoch", "current_epoch", "cur_epoch")

@@ -31,9 +31,9 @@ from ddpdoctor.run.mapped import MAX_PROFILES, PROFILE, RequestReader
 from ddpdoctor.run.records.base import CodeFrame
 from ddpdoctor.run.records.training import ProfileRecord, SampledStack
 
-SAMPLES = 48  # of a profile
+SAMPLES = 48  # number of samples in a profile
 MIN_INTERVAL, MAX_INTERVAL = 0.03, 1.0  # limits of the mean time between samples, in seconds
-SPANNED_STEPS = 6  # steps that a profile should span
+SPANNED_STEPS = 6  # number of steps that a profile should span
 MAX_ATTEMPTS = 3  # maximum number of series until a step ends during one
 STEP_TIMEOUT = 60.0  # seconds that sampling waits for the end of a step, such as between two epochs
 MAX_FRAMES = 32  # maximum number of the user's innermost frames in a sample

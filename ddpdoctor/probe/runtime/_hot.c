@@ -68,8 +68,8 @@ static PyObject *set_clock(PyObject *module, PyObject *clock)
 
 static PyMethodDef methods[] = {
     {"bind", (PyCFunction)(void (*)(void))bind, METH_VARARGS | METH_KEYWORDS,
-     "Give it the names of other modules of the probe."},
-    {"use_torch", use_torch, METH_VARARGS, "Give it torch.is_grad_enabled, and the names of torch.compiler."},
+     "Set the names of other modules of the probe."},
+    {"use_torch", use_torch, METH_VARARGS, "Set torch.is_grad_enabled and torch.compiler's names."},
     {"set_clock", set_clock, METH_O, "For tests: read the time from a function, or from the clock if None."},
     {"initializes", initializes, METH_O, "Add to the number of optimizers whose state is being made."},
     {"step_begins", step_begins, METH_O, "Begin an optimizer's step. Return whether all is done."},

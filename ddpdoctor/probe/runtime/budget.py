@@ -1,15 +1,15 @@
-"""Account for what diagnosis may cost: a share of the time that the rank has trained.
+"""Account for the cost of diagnoses, which is limited to a share of the rank's training time.
 
-Diagnoses (hashes of parameters, gradients and buffers) count, and so does following the steps: the
-hooks of each with the thread that writes their records, and gradients
-(`ddpdoctor.probe.observers.overhead`). Each of these two is sampled to take a half at most, and
-both together leave a fifth for diagnoses, even if steps are so short that following takes more. A
-quarter is left for costs that no clock shows.
+Diagnoses (hashes of parameters, gradients and buffers) count, and so does following the steps:
+their hooks with the thread that writes their records, and gradients
+(`ddpdoctor.probe.observers.overhead`). Each of the last two is sampled to take at most half of the
+budget. Together they leave a fifth for diagnoses, even if steps are so short that following takes
+more. A quarter is left for costs that no clock shows.
 
 A credit pays for the dense samples of the first steps. A part of it is kept for the samples that
 ranks draw, since fingerprints would use all of it before the first pass ends. Later a diagnosis
 waits until enough is earned. Following the first steps, which are not sampled, delays no diagnosis:
-a job of seconds has no others. A suspicion may add to the credit.
+a job of a few seconds has no others. A suspicion may add to the credit.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ class Budget:
         self._start = _now()
         self._credit = max(int(self._share * CREDIT_NS), MIN_CREDIT_NS) if self._share else 0
         self._kept = min(SAMPLES_RESERVE_NS, self._credit)
-        self.spent = 0  # by diagnoses
+        self.spent = 0  # nanoseconds spent on diagnoses
         self._behind = 0
         self.followed = 0  # known cost of following the steps
-        self.writing = 0  # CPU time of the writing thread, which sets it
+        self.writing = 0  # CPU time of the writing thread, set by that thread
         self.written = 0.0  # the part of all time that the writing thread takes
         self._written_before = 0
         self._settled_at = self._start
-        self._settled = 0  # earned until then, independent of the later cost of following
-        self._charged = 0  # by following since then, without grants
+        self._settled = 0  # nanoseconds earned until `_settled_at`, whatever following costs later
+        self._charged = 0  # nanoseconds charged for following since then, except granted ones
 
     @property
     def enabled(self) -> bool:

@@ -1,6 +1,7 @@
 """Serve the rank's end of the control socket, on which the supervisor makes requests.
 
-A thread of this process sleeps in ``recv`` until there is one. Runs without a debugger have none.
+A thread of this process sleeps in ``recv`` until one arrives. Runs without a debugger have no
+such thread.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ddpdoctor.run.journal import move_up
 from ddpdoctor.run.names import CONTROL, namespace, short_path
 
 _CLAIM = "DDPDOCTOR_RANK_PID"
-"""Environment variable with the pid of the rank, so that its children know that they are none."""
+"""Environment variable with the pid of the rank, by which its children know they are not ranks."""
 
 Message = dict[str, Any]
 Action = Callable[[Message], object]
@@ -33,7 +34,7 @@ LATER = object()  # The action calls `answer` later, from another thread
 _socket: socket.socket | None = None
 _path = ""
 _sending = threading.Lock()
-ended = threading.Event()  # the supervisor is gone
+ended = threading.Event()  # set once the supervisor is gone
 
 
 def is_joined() -> bool:
@@ -69,10 +70,10 @@ def join(hello: Message) -> None:
 
 
 def join_at(path: str, hello: Message) -> None:
-    """Introduce this process at a control socket, and serve the requests that come from there.
+    """Introduce this process at a control socket, and serve the requests that arrive on it.
 
     Raises:
-        OSError: It cannot be reached, or is another user's.
+        OSError: It cannot be reached, or belongs to another user.
     """
     global _socket, _path
     _socket, _path = _connect(path), path
@@ -111,7 +112,7 @@ def _connect(path: str) -> socket.socket:
         with short_path(path) as short:
             connection.connect(short)
         if hasattr(socket, "SO_PEERCRED"):
-            # Its listener may run code in this process, so it must be this user or root.
+            # Its listener may run code in this process, so it must belong to this user or root.
             size = struct.calcsize("3i")
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
             uid = struct.unpack("3i", credentials)[1]

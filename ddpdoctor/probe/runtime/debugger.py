@@ -1,8 +1,8 @@
 """Run the debugger in a rank, from the first client on, silent while no client is attached.
 
 debugpy is imported at the first client's request, on the control thread. It does not listen: each
-session is a connection that the rank makes to the supervisor, which passes the client's bytes. A
-rank waits for a client at three places: before its first user line if asked to, at
+session is a connection that the rank makes to the supervisor, which forwards the client's bytes.
+A rank waits for a client at three places: before its first user line if asked to, at
 ``breakpoint()``, and after an uncaught exception if asked to.
 
 DataLoader workers have no debugger, so a breakpoint in code that only they run is not hit. debugpy
@@ -138,7 +138,7 @@ def _methods(kind: type) -> list[CodeType]:
 
 
 def _called(members: dict[str, CodeType], names: Iterable[str]) -> set[str]:
-    """Return these methods of a class, and the methods of it that they call."""
+    """Return these methods of a class, and those that they call."""
     found: set[str] = set()
     waiting = list(names)
     while waiting:
@@ -150,7 +150,7 @@ def _called(members: dict[str, CodeType], names: Iterable[str]) -> set[str]:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the attributes and globals that a function names, with functions within it."""
+    """Return the attributes and globals that a function names, including its inner functions."""
     found = set(code.co_names)
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -176,7 +176,7 @@ def _function(member: Any) -> CodeType | None:
 
 
 def _span(code: CodeType) -> tuple[int, int]:
-    """Return the first and the last line of a function's body, with functions within it."""
+    """Return the first and the last line of a function's body, including its inner functions."""
     last = max((line for _, _, line in code.co_lines() if line), default=code.co_firstlineno)
     inner = [_span(each)[1] for each in code.co_consts if isinstance(each, CodeType)]
     # The line of `def` itself runs where the module is imported.
@@ -193,14 +193,14 @@ PATIENCE = datetime.timedelta(hours=1)
 
 _CHECK = 1.0  # seconds between two checks for the supervisor while waiting for a client
 
-_attached = False  # a client is attached and has set its breakpoints
-_held = False  # an exception of this process was held once
-_wake = threading.Event()  # a client is attached, or none is needed
-_go = threading.Event()  # the gate is open
+_attached = False  # whether a client is attached and has set its breakpoints
+_held = False  # whether an exception of this process was held once
+_wake = threading.Event()  # set if a client is attached, or none is needed
+_go = threading.Event()  # set once the gate is open
 
 
 def options() -> frozenset[str]:
-    """Return the options of this run for the debugger. Empty without any."""
+    """Return the debugger options of this run, or an empty set."""
     return frozenset(filter(None, os.environ.get(DEBUG, "").split(",")))
 
 
@@ -234,7 +234,7 @@ def install() -> None:
         names = ("rank", "local_rank", "world_size", "local_world_size")
         _join({name: rank.environment_int(name.upper()) for name in names})
         if "gate" in wanted:
-            # Later: debugpy cannot be imported while `site` is.
+            # Wait later: debugpy cannot be imported while `site` is being imported.
             sys.addaudithook(_before_user_code)
 
 
@@ -250,7 +250,7 @@ def joined(hello: Message) -> None:
 
 
 def _join(hello: Message) -> None:
-    # For example in another container, it cannot be debugged.
+    # A rank in another container, for example, cannot be debugged.
     with contextlib.suppress(OSError):
         control.join(hello)
     # A job may have its own hook.
@@ -444,7 +444,7 @@ def _holds(error: BaseException) -> bool:
 
 @shield.shielded
 def _hold(error: BaseException) -> None:
-    # Stop at the innermost frame of the user's code, or at the outermost one without any.
+    # Stop at the innermost frame of the user's code, or at the outermost one if there is none.
     frames = list(traceback.walk_tb(error.__traceback__))
     if not frames:
         return

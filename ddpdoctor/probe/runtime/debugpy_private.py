@@ -1,7 +1,7 @@
 """Use the parts of debugpy and its pydevd that are beyond their documented API.
 
-Seen in debugpy 1.8.1 and 1.8.22. Tracing works by ``sys.settrace`` up to Python 3.11 and by
-``sys.monitoring`` from 3.12 on; each is guarded by the feature.
+Checked with debugpy 1.8.1 and 1.8.22. Tracing works by ``sys.settrace`` up to Python 3.11 and by
+``sys.monitoring`` from 3.12 on. Each use is guarded by a check for the feature.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ddpdoctor.probe.runtime import control, values
 _VALIDATION = "PYDEVD_DISABLE_FILE_VALIDATION"
 
 _NOWHERE = ("127.0.0.1", 1)
-"""The address that debugpy believes it listens at. Nothing listens there."""
+"""The address that debugpy believes it listens on. Nothing listens there."""
 
 _PACKAGE = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 
@@ -113,7 +113,7 @@ def serve(connection: socket.socket) -> None:
 
 
 def serve_safely(key: str) -> str | None:
-    """Let debugpy serve the session that the supervisor knows by ``key``. Return an error."""
+    """Let debugpy serve the session that the supervisor knows by ``key``. Return any error."""
     hook = sys.breakpointhook
     try:
         serve(control.session(key))
@@ -133,7 +133,7 @@ def load() -> None:
     Raises:
         ImportError: This interpreter has none.
     """
-    # Otherwise it warns of Python's frozen modules on the job's stderr.
+    # Otherwise it warns about Python's frozen modules on the job's stderr.
     with _environment(_VALIDATION, "1"):
         import debugpy.server  # noqa: F401 (puts pydevd on sys.path)
 
@@ -141,7 +141,7 @@ def load() -> None:
 def _count_as_library() -> None:
     """Show our frames in a stack as those of a library, which a client does not open.
 
-    Files in site-packages count as one anyway, but not those of an editable installation.
+    Files in site-packages count as a library anyway, but not those of an editable installation.
     """
     import pydevd
 
@@ -152,8 +152,8 @@ def _count_as_library() -> None:
 def _describe_tensors() -> None:
     """Show a tensor by its summary, and its parts without the properties that raise.
 
-    So are tensors in collections, whose text would wait for a GPU. In the console and on the
-    clipboard they are printed as torch does.
+    The same holds for tensors in collections, whose text would wait for a GPU. In the console and
+    on the clipboard they are printed as torch does.
     """
     from _pydevd_bundle import pydevd_extension_api, pydevd_extension_utils
 
@@ -218,8 +218,9 @@ def _accepting_from(arrivals: _Arrivals) -> Iterator[None]:
 def _let_go() -> None:
     """End a thread of pydevd that might not end, before the interpreter joins its threads.
 
-    ``CheckAliveThread`` is no daemon and waits for an answer to a client that has left. Callbacks
-    of ``threading._register_atexit`` (3.9 to 3.14) run before that join, those of ``atexit`` after.
+    ``CheckAliveThread`` is not a daemon thread, and waits to answer a client that has left.
+    Callbacks of ``threading._register_atexit`` (3.9 to 3.14) run before that join, those of
+    ``atexit`` after it.
     """
     with contextlib.suppress(Exception):
         import pydevd
@@ -252,10 +253,10 @@ def silence() -> None:
 
     debugger = pydevd.get_global_debugger()
     if debugger is not None:
-        # A thread was just about to stop for the client that has left.
+        # A thread may be about to stop for the client that has left.
         pydevd_api.PyDevdAPI().request_disconnect(debugger, resume_threads=True)
     threading.settrace(_jobs_trace)
-    # pydevd starts new threads traced.
+    # pydevd turns on tracing in new threads.
     pydev_monkey.undo_patch_thread_modules()
     if _uses_monitoring():
         pydevd.pydevd_sys_monitoring.stop_monitoring(all_threads=True)
@@ -338,7 +339,7 @@ def stop_at_exception(error: BaseException) -> None:
 
 @contextlib.contextmanager
 def _unmonitored() -> Iterator[None]:
-    """Keep ``sys.monitoring`` out of this thread, which ``is_tracing`` does not keep out.
+    """Keep ``sys.monitoring`` out of this thread. ``is_tracing`` does not do that.
 
     Otherwise pydevd, about to stop at a frame, stops at the first line of the library that it calls
     to do so. Within its callbacks Python itself prevents that.

@@ -1,6 +1,6 @@
 """Evaluate an expression in a live rank, for ``ddpdoctor eval``.
 
-The training thread does it at the end of a step, when the tensors of the step are whole. A thread
+The training thread does it at the end of a step, when the step's tensors are complete. A thread
 of ours waits for the result.
 """
 
@@ -20,11 +20,11 @@ from ddpdoctor.probe.runtime.control import Message
 from ddpdoctor.probe.runtime.shield import background
 
 MAX_SECONDS = 2.0
-"""Seconds after which an expression is interrupted, since its peers wait for the rank."""
+"""Seconds after which an expression is interrupted, since other ranks wait for this one."""
 MAX_TEXT = 4096
 MAX_FRAMES = 100
 _POLL = 0.02  # Seconds between two looks at the training thread
-_OVER = -1  # In place of the thread that evaluates: it has done so
+_OVER = -1  # Replaces the evaluating thread once it has finished
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))) + os.sep
 _TORCH = f"{os.sep}torch{os.sep}"
@@ -45,7 +45,7 @@ class _Repr(reprlib.Repr):
 
 
 def evaluate(message: Message) -> object:
-    """Begin an evaluation that the supervisor asks for. The answer comes later."""
+    """Begin an evaluation that the supervisor asks for. The answer follows later."""
     background("evaluate", _serve, message).start()
     return control.LATER
 
@@ -73,7 +73,7 @@ class _Evaluation:
         self._answer: Message = {}
 
     def wait(self, step: int, seconds: float) -> Message:
-        """Wait for the end of a step, so many seconds at most. Returns the value or an error."""
+        """Wait at most ``seconds`` for the end of a step. Return the value or an error."""
         if rank.current() is None:
             return {"trouble": "has not joined its process group"}
         events.before_step(step, self.run, last=True)
@@ -85,7 +85,7 @@ class _Evaluation:
                     self._is_withdrawn = now > deadline
                     if self._is_withdrawn:
                         return {"trouble": f"did not end a step within {seconds:g} s"}
-                    # The training thread may have overwritten it as the alarm was set.
+                    # The training thread may have overwritten `due` as the alarm was set.
                     events.due = min(events.due, step)
                 elif began is None:
                     began = now
@@ -96,7 +96,7 @@ class _Evaluation:
         return self._answer
 
     def run(self) -> None:
-        """Evaluate, on the training thread. Never raise, but for Ctrl-C."""
+        """Evaluate the expression on the training thread. Raise only KeyboardInterrupt."""
         with self._lock:
             if self._is_withdrawn:
                 return
@@ -111,7 +111,7 @@ class _Evaluation:
             finally:
                 self._end()
         except _TooLongError:
-            found = {"error": f"interrupted after {MAX_SECONDS:g} s: its peers wait for the rank"}
+            found = {"error": f"interrupted after {MAX_SECONDS:g} s: other ranks wait for this one"}
         except KeyboardInterrupt:
             self._answer = {"error": "interrupted by Ctrl-C"}
             self._done.set()
@@ -122,10 +122,10 @@ class _Evaluation:
         self._done.set()
 
     def _end(self) -> None:
-        """Let an interruption that came last be raised here, and accept no other."""
+        """Let a late interruption be raised here, and accept no other."""
         with self._lock:
             self._thread = _OVER
-        # It cannot be taken back: Python up to 3.11 would look for it at every jump from then on,
+        # It cannot be revoked: Python up to 3.11 would check for it at every jump from then on,
         # and threads that are traced would not go on.
         for _ in range(_SOME_JUMPS if self._is_interrupted else 0):
             pass
@@ -135,7 +135,7 @@ _SOME_JUMPS = 1000
 
 
 def _raise_in(thread: int, error: type[BaseException]) -> None:
-    """Raise an exception in a thread at its next instruction of Python."""
+    """Raise an exception in a thread at its next Python instruction."""
     import ctypes
 
     raised = ctypes.py_object(error)
@@ -151,7 +151,7 @@ def _described(error: BaseException) -> str:
 
 
 def _names(frame: FrameType | None) -> dict[str, Any]:
-    """Return the names of the training loop: those of the function that ended the step first.
+    """Return the names in the training loop, first those of the function that ended the step.
 
     Then come those of the functions that called it, and of the user's modules in the same order.
     The innermost frames of torch and of ours are left out.

@@ -2,9 +2,9 @@
 
 Hooks call `emit`. An `Observer` is made when the process becomes a rank, and overrides the methods
 of the events that it needs. They are called on the training thread and return at once if there is
-nothing to do. One that raises is not called again. There may be a thousand steps a second, so an
-observer that has nothing to do for a while rests until another event, or an alarm (`before_step`),
-wakes it.
+nothing to do. A method that raises is not called again. There may be a thousand steps a second, so
+an observer that has nothing to do for a while rests until another event, or an alarm
+(`before_step`), wakes it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Observer:
         """A backward pass begins. It has computed no gradient yet."""
 
     def graph_begins(self, loss: Any) -> None:
-        """A backward is about to begin with a loss, as it was before a GradScaler scaled it."""
+        """A backward is about to begin. ``loss`` is the one before a GradScaler scaled it."""
 
     def constant_backward(self) -> None:
         """A backward that is to be reduced begins with a loss that depends on no parameter."""
@@ -105,7 +105,7 @@ class Observer:
         """A GradScaler has multiplied a loss by its scale."""
 
     def unscales(self) -> None:
-        """A GradScaler divides gradients by its scale, by itself in its step if not before."""
+        """A GradScaler divides gradients by its scale, at the latest in its step."""
 
     def step_begins(self, optimizer: Any) -> None:
         """An optimizer's step begins."""
@@ -138,7 +138,7 @@ class Observer:
         """An exception ends the process of the rank. Its record is about to be written."""
 
     def rank_ends(self) -> None:
-        """The rank ends regularly. Its journal is still open."""
+        """The rank ends normally. Its journal is still open."""
 
 
 _EVENTS = tuple(name for name in vars(Observer) if name[0] != "_" and name not in ("rest", "wake"))
@@ -174,7 +174,7 @@ NEVER = 1 << 62
 due = NEVER  # the number of the training step before which the next alarm is due (`before_step`)
 _Alarm = tuple[int, int, Callable[[], None], bool]
 _alarms: list[_Alarm] = []
-"""A heap of step numbers. Each has its serial number, what to call, and whether that comes last."""
+"""A heap of alarms: step, serial number, function, and whether it is called last."""
 _order = itertools.count()
 
 
@@ -206,7 +206,7 @@ def _set_awake(observer: Observer, events: tuple[str, ...], awake: bool) -> None
 
 
 def pause(observer: Observer, paused: bool) -> None:
-    """Call an observer for no event of a step while it is paused, even if it is awake."""
+    """Do not call an observer for events of a step while it is paused, even if it is awake."""
     for name in _EVENTS:
         if not name.startswith(("rank_", "ddp_")):
             for each in _subscriptions[name]:
@@ -216,13 +216,13 @@ def pause(observer: Observer, paused: bool) -> None:
 
 
 spending: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-"""`Budget.spending` once this process is a rank: charges what runs within it to the budget."""
+"""`Budget.spending` once this process is a rank: charges the code within it to the budget."""
 
 
 def before_step(number: int, function: Callable[[], None], last: bool = False) -> None:
     """Call a function once, before the first training step with at least that number.
 
-    With ``last`` it is called after all others, once their cost is charged: it starts a clock.
+    With ``last``, it is called after all others and once their cost is charged, to start a clock.
     """
     global due
     heapq.heappush(_alarms, (number, next(_order), function, last))
@@ -249,7 +249,7 @@ def ring(number: int) -> None:
         while last:
             shield.call(last.pop(0)[2])
     finally:
-        # Keep what is left even if Ctrl-C comes now.
+        # Keep the remaining alarms even if Ctrl-C arrives now.
         for alarm in (*later, *last):
             heapq.heappush(_alarms, alarm)
         due = _alarms[0][0] if _alarms else NEVER

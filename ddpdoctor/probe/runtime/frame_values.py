@@ -1,8 +1,8 @@
 """Read the variables of a frame whose thread is in native code, and evaluate expressions there.
 
-debugpy has the variables of threads alone that it has stopped, and a thread in native code does not
-stop. Here another thread reads them. Nothing is kept between two requests, so a value has the
-address ``[scope, index, index, ...]``, by its places in the lists of `values.children`.
+debugpy has only the variables of threads that it has stopped, and a thread in native code does not
+stop. Here another thread reads them. Nothing is kept between two requests, so the address of a
+value is ``[scope, index, index, ...]``, its positions in the lists of `values.children`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ddpdoctor.probe.runtime import debugpy_private, values
 from ddpdoctor.probe.runtime.control import Message
 from ddpdoctor.probe.runtime.shield import background
 
-EVALUATION = 3.0  # Seconds for an expression
+EVALUATION = 3.0  # Maximum seconds for an expression
 
-_MAX_ANSWER = 40_000  # Bytes of an answer; asyncio's stream of the supervisor reads 64 KiB a line
-_MAX_RESULT = 4_000  # Characters of an evaluated expression, each of 12 bytes at most
+_MAX_ANSWER = 40_000  # Bytes of an answer; the supervisor's stream reads at most 64 KiB a line
+_MAX_RESULT = 4_000  # Maximum characters of a result, each of at most 12 bytes
 
 _evaluates = threading.Lock()
 
@@ -52,8 +52,8 @@ def variables(message: Message) -> Message:
 def evaluate(message: Message) -> Message:
     """Evaluate an expression in a frame, on another thread.
 
-    It may run code of the job. What it assigns is lost. One that does not end, such as the value of
-    a tensor on a GPU that hangs, keeps its thread, and no other is evaluated then.
+    It may run code of the job. Its assignments are lost. If it does not end, as for the value of a
+    tensor on a hanging GPU, it keeps its thread, and no other expression is evaluated.
     """
     try:
         frame = _frame(message["frame"])
@@ -63,12 +63,12 @@ def evaluate(message: Message) -> Message:
     except (LookupError, ValueError, RecursionError) as error:
         return {"error": str(error)}
     if not _evaluates.acquire(blocking=False):
-        return {"error": "the expression before has not ended yet"}
+        return {"error": "the previous expression has not ended yet"}
     answer: Message = {}
     done = threading.Event()
     background("evaluation", _evaluate, code, frame, answer, done).start()
     if not done.wait(EVALUATION):
-        return {"error": f"no result within {EVALUATION:g} s; its thread waits on"}
+        return {"error": f"no result within {EVALUATION:g} s; its thread keeps waiting"}
     return answer
 
 

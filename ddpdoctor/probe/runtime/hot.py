@@ -1,4 +1,4 @@
-"""Run what happens in every step as compiled code, if it was compiled for this Python.
+"""Run the hooks of every step as compiled code, if it was compiled for this Python.
 
 ``_hot.c`` is compiled when ddpdoctor is installed, if there is a C compiler, and fits one version
 of Python only. If the job's Python is another one, or with ``DDPDOCTOR_PURE_PYTHON`` set in the
@@ -40,16 +40,16 @@ def _for_python(optimizer: Any) -> bool:
 
 
 step_begins: Callable[[Any], bool] = _for_python if core is None else core.step_begins
-"""Begin an optimizer's step. Return True if that is done, as in a light step, else do nothing."""
+"""Begin an optimizer's step if compiled code can, as in a light step. Return whether it did."""
 
 step_ended: Callable[[Any], bool] = _for_python if core is None else core.step_ended
-"""End an optimizer's step, likewise."""
+"""End an optimizer's step in the same way."""
 
 
 def deferring(hook: Callable[P, None]) -> Callable[P, None]:
     """Defer Ctrl-C in a hook that C++ calls until the work of C++ is done, as without the hook.
 
-    Python cannot do that: without the compiled module return the hook.
+    Return the hook itself without the compiled module, because Python cannot do that.
     """
     return hook if core is None else core.deferring(hook)
 
@@ -61,7 +61,7 @@ def initializes(more: int) -> None:
 
 
 def use_torch(torch: Any) -> None:
-    """Give the core what it needs of torch."""
+    """Give the core the parts of torch that it needs."""
     if core is not None:
         core.use_torch(torch.is_grad_enabled, vars(torch.compiler))
 

@@ -1,6 +1,6 @@
-"""Serve the debugger in a process that was started without ddpdoctor, brought there by gdb.
+"""Serve the debugger in a process that was started without ddpdoctor. gdb loads this module.
 
-It has no probe. The gateway's requests are answered as far as a debugger needs it.
+The process has no probe. The gateway's requests are answered as far as a debugger needs that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _forks = False
 
 
 def join(directory: str) -> None:
-    """Connect to the gateway that has its sockets in ``directory``, which may start debugpy then.
+    """Connect to the gateway with its sockets in ``directory``. It may then start debugpy.
 
     Called on the thread that gdb has stopped, with debugpy on the path.
 

@@ -1,8 +1,8 @@
 """Follow the phase that the training thread is in, and the time of each on host, cores and GPU.
 
-This runs most often in a rank, several times a step. `Phases` and `Calls` exist twice: here, and as
-types of the same names in ``_hot.c``, which are used if it was compiled (`runtime.hot`). Both have
-the same attributes and pass the same tests.
+This is the probe's most frequent code: it runs several times a step. `Phases` and `Calls` exist
+twice: here, and as types of the same names in ``_hot.c``, which are used if it was compiled
+(`runtime.hot`). Both have the same attributes and pass the same tests.
 
 Times on a GPU come from events that are read later. On a machine with too few cores a rank may be
 slow without any fault in the job. Linux counts how long a thread was ready and waited for a core
@@ -134,9 +134,9 @@ class HostWork:
     """
 
     def __init__(self) -> None:
-        self._backward: Any = None  # the event at the end of the last one, unless it has passed
-        self._ahead = False  # the GPU had not passed it when the forward of this step began
-        self._forward = False  # this step has had one
+        self._backward: Any = None  # the event at the end of the last backward, unless passed
+        self._ahead = False  # whether the GPU had not passed it when this step's forward began
+        self._forward = False  # this step has had a forward
         self._since = 0
         self._between = self._queueing = self._sum = 0
         self._least = 0
@@ -147,7 +147,7 @@ class HostWork:
         _, event, now = mark
         took, self._since = now - self._since, now
         if phase == Phase.STARTING:
-            self._backward = None  # the light steps end here
+            self._backward = None  # a run of light steps ends here
             return
         if self._backward is not None and self._backward.query():
             self._backward = None
@@ -201,8 +201,8 @@ class CudaClock:
         self._pending: deque[_Pending] = deque()
         self._last = self._record()
         self._marks: list[Mark] = []
-        self._passed: list[Mark] = []  # the last one of the steps that were read
-        self.captures = False  # a graph was being captured at the last boundary
+        self._passed: list[Mark] = []  # the last marker of the steps that were read
+        self.captures = False  # whether a graph was being captured at the last boundary
         self._host = HostWork()
 
     def _record(self) -> Any:
@@ -299,7 +299,7 @@ class Calls:
         self.carried = 0  # elements of collectives since the step `carried_in`, not point to point
         self.carried_in = 0
         self.enough = 0  # number of elements after which `carried_enough` is called; 0 means never
-        self.elsewhere = False  # other threads call collectives as well
+        self.elsewhere = False  # whether other threads call collectives as well
 
 
 # -- phases
@@ -311,15 +311,15 @@ _OPTIMIZER = int(Phase.OPTIMIZER)
 _WAIT = int(Phase.WAIT)
 _PHASES = len(Phase)
 
-BACKWARDS = 64  # backward passes that are remembered
+BACKWARDS = 64  # number of remembered backward passes
 
 Backward = tuple[int, int, Site]
-"""A backward pass of the training thread: begin and end in Unix nanoseconds, and the line that
+"""A backward pass of the training thread: start and end in Unix nanoseconds, and the line that
 called it. The end is 0 while it runs."""
 
 
 class Phases:
-    """The training thread of one rank, and what it is doing.
+    """The training thread of one rank, and its current phase.
 
     Hooks call :meth:`enter` and :meth:`leave` in pairs. A nested phase is not charged to
     the outer one, so that the parts of a step add up to its total.
@@ -339,23 +339,23 @@ class Phases:
         self._reduces = False
         self._watched: Any = None
         self.device: CudaClock | None = None
-        self.began = self._mark  # of the step under way, on the clock of the steps
-        self.passes: list[int] = []  # backwards until the end of each step since the last line
+        self.began = self._mark  # start of the current step, on the clock of the steps
+        self.passes: list[int] = []  # number of backwards by the end of each step of this line
         self.closer = 0  # `id` of the only optimizer that ends steps; 0 if there may be several
-        self.optimizer_steps = 0  # of any optimizer, skipped ones included
+        self.optimizer_steps = 0  # steps of any optimizer, including skipped ones
         self.iterators: set[int] = set()  # loaders asked for a batch in this step
         self.trained: set[int] = set()  # the same for the last step with such a loader
-        self.aside = False  # the last batch came from none of those loaders
+        self.aside = False  # whether the last batch came from none of those loaders
         self.looped = 0  # `id` of the iterator whose loop may continue; 0 if it is not recorded
         self.loop_batches = 0  # its batches since `Loops` was last called
-        self.loop_forwards = self.loop_backwards = 0  # before the last batch
+        self.loop_forwards = self.loop_backwards = 0  # numbers before the last batch
         self.phase = int(Phase.STARTING)
-        self.steps = 0  # closed so far
-        self.last_total = 0  # nanoseconds of the last of them, on the host
+        self.steps = 0  # number of closed steps
+        self.last_total = 0  # nanoseconds of the last one, on the host
         self.epoch = NO_EPOCH
         self.armed = 0  # forwards so far whose backward is all-reduced
         self.forwards = 0  # forwards of DDP modules in grad mode so far
-        self.backward_count = 0  # begun so far
+        self.backward_count = 0  # number of backwards begun so far
         self.reduced = 0  # backwards begun so far that are all-reduced
         self.begun = 0  # forwards of this step
         self.step_armed = 0  # armed forwards since the last line of the journal
@@ -363,7 +363,7 @@ class Phases:
         self.light = 0  # not 0 in a light step (see `ddpdoctor.probe.observers.overhead`)
         self.line = 0  # a journal line ends before a step whose number has none of these bits
         self.sparse = 0  # a step is full if the number of the next one has none of these bits
-        self.clocked = False  # hooks add what they take to `spent` in this step
+        self.clocked = False  # whether hooks add their time to `spent` in this step
         self.spent = 0  # nanoseconds
         self.calls: Any = None  # the ledger of collectives, for compiled code
         self.collectives = self.reductions = self.gathers = 0  # all calls, and those of two kinds
@@ -393,7 +393,7 @@ class Phases:
         return True
 
     def enter(self, phase: int, site: Site) -> bool:
-        """Begin a phase. On any other thread than the training thread return False."""
+        """Begin a phase. Return False on any thread other than the training thread."""
         if _thread() != self._thread:
             return False
         # The rank leaves phase 0, which is starting.
@@ -485,7 +485,7 @@ class Phases:
             self.page.reduced(self.reduced)
 
     def backward_ended(self) -> None:
-        """Note the end of that backward."""
+        """Note the end of the last backward."""
         if self._backwards:
             began, _, site = self._backwards[-1]
             self._backwards[-1] = began, self._mark + self._unix, site
@@ -530,7 +530,7 @@ class Phases:
         self._kept = self._times.copy()
 
     def take(self, kept: bool = False) -> Times:
-        """Return and clear the nanoseconds of each phase, or with ``kept`` those at `keep`."""
+        """Return and clear the nanoseconds of each phase, with ``kept`` those saved by `keep`."""
         times = self._kept if kept else self._times
         self._times, self._kept = [0] * _PHASES, [0] * _PHASES
         return times

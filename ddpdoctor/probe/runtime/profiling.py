@@ -27,7 +27,7 @@ _is_tracing = False  # Whether our profiler may be on
 
 
 def profile(message: Message) -> object:
-    """Begin what the supervisor asks for. The answer comes later."""
+    """Begin the profile that the supervisor asks for. The answer follows later."""
     background("profile", _serve, message).start()
     return control.LATER
 
@@ -45,7 +45,7 @@ def _profiled(message: Message) -> Message:
     if rank.current() is None:
         return {"trouble": "has not joined its process group"}
     if _current is not None:
-        return {"trouble": "is being profiled already"}
+        return {"trouble": "is already being profiled"}
     name = str(message["folder"])
     if not _FOLDER.fullmatch(name):
         return {"error": "no such folder"}
@@ -66,7 +66,7 @@ def _profiled(message: Message) -> Message:
 
 
 def forget() -> None:
-    """Record no operators in a forked child, which would keep them until it ends."""
+    """Stop recording operators in a forked child, which would keep them until it ends."""
     global _current
     _current = None
     if _is_tracing:
@@ -108,7 +108,7 @@ class _MemoryHistory:
     def start(self) -> None:
         torch: Any = sys.modules["torch"]
         if not torch.cuda.is_initialized():
-            raise RuntimeError("it uses no CUDA, and torch records the memory of no other device")
+            raise RuntimeError("it does not use CUDA, and torch records no other device's memory")
         if not torch_memory.record_history("all"):
             raise RuntimeError("the job records its memory itself, or this torch cannot")
         self._device = torch.cuda.current_device()
@@ -126,7 +126,7 @@ class _Profiling:
     """Some steps, profiled once.
 
     Args:
-        tool: What to start before the first step and to stop after the last one.
+        tool: Started before the first step, and stopped after the last one.
         steps: Number of steps.
     """
 
@@ -141,9 +141,9 @@ class _Profiling:
         self._done = threading.Event()
 
     def wait(self, step: int, seconds: float) -> str:
-        """Wait until the steps are over, so many seconds at most. Return why not, or "".
+        """Wait at most ``seconds`` for the steps to end. Return why they did not, or "".
 
-        If they began and are not over, the profiler stops with the step that runs now.
+        If they have begun but not ended, the profiler stops after the current step.
         """
         events.before_step(step, self._start, last=True)
         deadline = time.monotonic() + seconds
@@ -152,7 +152,7 @@ class _Profiling:
                 return self._error
             with self._lock:
                 if not self.first:
-                    # The training thread may have overwritten it as the alarm was set.
+                    # The training thread may have overwritten `due` as the alarm was set.
                     events.due = min(events.due, step)
         with self._lock:
             self._is_withdrawn = True

@@ -5,7 +5,7 @@ Run as a script, without the probe:
     python -I -S rescue.py RUN_ID PID
 
 It ends those with the run's id in their environment, and the descendants of the rank ``PID`` that
-called it. On Linux only, as it needs ``/proc``.
+called it. It works only on Linux, as it needs ``/proc``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Protect the job from faults of hooks, and from the probe's threads.
 
 A hook that raises is switched off, and the job goes on. Debuggers and forks ignore the probe's
-threads. From Python 3.12 on ``os.fork`` warns in a process of several threads, which a rank that
-has not joined its group yet is only because of the probe.
+threads. From Python 3.12 on, ``os.fork`` warns in a process with several threads. A rank that
+has not joined its group yet has several only because of the probe.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ P = ParamSpec("P")
 off: set[str] = set()  # hooks that failed once and do nothing any more
 
 _report: Callable[[str, str], None] | None = None
-faults: list[tuple[str, str]] = []  # from before there was a place to write them
+faults: list[tuple[str, str]] = []  # faults from before there was a place to write them
 
 
 def report_to(report: Callable[[str, str], None] | None) -> None:
-    """Report faults to a function from now on, and those that waited for it."""
+    """Report faults to a function from now on, starting with those that were held back."""
     global _report
     _report = report
     if report is not None:
@@ -37,7 +37,7 @@ def report_to(report: Callable[[str, str], None] | None) -> None:
 
 
 def fault(hook: str, error: BaseException) -> None:
-    """Note a fault of ours in ``hook`` and switch it off.
+    """Note a fault of ours in ``hook``, and switch the hook off.
 
     Raises:
         Exception: ``error``, if a signal handler of the job raised it, such as for a dead
@@ -86,7 +86,7 @@ def hide_frame(error: BaseException) -> None:
 
 
 def name_of(function: Callable[..., object]) -> str:
-    """Return the name of faults in a function."""
+    """Return the name under which a function's faults are recorded."""
     return f"{function.__module__}.{function.__qualname__}"
 
 
@@ -122,7 +122,7 @@ def shielded(function: Callable[P, object]) -> Callable[P, None]:
 
 # -- threads
 
-THREAD_PREFIX = "ddpdoctor-"  # of the names of our threads
+THREAD_PREFIX = "ddpdoctor-"  # prefix of our threads' names
 _TASKS = "/proc/self/task"
 _FORK_WARNING = "is multi-threaded, use of fork"
 
@@ -168,13 +168,13 @@ def _before_fork() -> None:
 
 
 def _is_alone() -> bool:
-    """Return whether this process would have one thread without us."""
+    """Return whether this process would have only one thread without us."""
     ours = sum(thread.name.startswith(THREAD_PREFIX) for thread in threading.enumerate())
     return 0 < ours == len(os.listdir(_TASKS)) - 1
 
 
 class _SilentOnce:
-    """Replaces what shows warnings, until the next warning."""
+    """Replaces the function that shows warnings, until the next warning."""
 
     def __init__(self, show: Any) -> None:
         self._show = show

@@ -13,9 +13,9 @@ from ddpdoctor.run.status import page_text
 _getframe = sys._getframe
 _MAX_CACHED = 4096
 
-CHAIN = 8  # lines of the user's code that are kept of the calls that led to a hook
+CHAIN = 8  # maximum number of user lines that are kept of the calls that led to a hook
 
-# By id, since hashing a code object hashes all that is in it. `_codes` keeps the ids valid.
+# By id, since hashing a code object hashes its whole content. `_codes` keeps the ids valid.
 _codes: list[CodeType] = []
 _is_user: dict[int, bool] = {}
 _sites: dict[tuple[int, int], Site] = {}
@@ -57,7 +57,7 @@ NOWHERE = Site("", 0)
 
 
 def forget() -> None:
-    """Forget what was recorded, in a forked child."""
+    """Forget the recorded lines in a forked child."""
     _sites.clear()
     NOWHERE.recorded = 0
     for each in memos:
@@ -79,11 +79,11 @@ _Known = tuple[tuple[tuple[CodeType, int], ...], bool, tuple[Site, ...]]
 
 
 class Chain:
-    """At most so many user lines that lead to one hook, kept as long as all frames are the same.
+    """At most ``most`` user lines that lead to one hook, kept as long as all frames are the same.
 
     Hooks use the class of `ddpdoctor.probe.runtime.hot`, which may be compiled. A loop calls a hook
     through the same functions, from the same instructions, step after step. Each frame is compared,
-    since another function of the user's may have called.
+    since another of the user's functions may have called.
     """
 
     __slots__ = ("_known", "_most")
@@ -107,7 +107,7 @@ class Chain:
                 break
             frame = frame.f_back
         else:
-            # The frames were the whole stack, or all that matters of it.
+            # The frames were the whole stack, or all of it that matters.
             if enough or frame is None:
                 return found
         self._known = walk(_getframe(1), self._most)

@@ -4,7 +4,7 @@ The thread sleeps until its pipe is written to, and then writes the stacks of al
 of the run directory. It holds the GIL for that, so the threads that it examines do not run.
 
 If native code holds the GIL, the thread cannot answer. The request then stays in the pipe, and the
-supervisor sees the thread wait for the GIL. Only then it sends a signal to ``faulthandler``, which
+supervisor sees the thread wait for the GIL. Only then does it signal ``faulthandler``, which
 works in C, without the GIL. It is the last resort because a stack may be half-made while Python
 runs: processes with ordinary Python threads ended with SIGSEGV after 4 to 2,820 signals to write
 all stacks (Python 3.10 to 3.13), and after 18 to 7,045 to write that of the signalled thread alone
@@ -34,10 +34,10 @@ from ddpdoctor.run.journal import move_up
 from ddpdoctor.run.names import STACKS_SUFFIX, namespace, stacks_stem
 from ddpdoctor.run.records.base import JsonObject, as_json, json_line
 
-MAX_FRAMES = 200  # innermost frames of a thread that are reported
-_MAX_WITH_VARIABLES = 5  # frames of the user's code whose variables are reported
-_MAX_VARIABLES = 40  # of a frame
-_FIRST = 9  # how far below the highest real-time signal to begin: others use the ends
+MAX_FRAMES = 200  # maximum number of innermost frames reported of a thread
+_MAX_WITH_VARIABLES = 5  # maximum number of user frames whose variables are reported
+_MAX_VARIABLES = 40  # maximum number of variables reported of a frame
+_FIRST = 9  # offset of the first candidate from the highest signal: others use the ends
 joining = 0  # the world size while the process is in ``init_process_group``, otherwise 0
 
 _declared: _Declared | None = None
@@ -49,7 +49,7 @@ class _Declared:
     def __init__(self, path: str, file: int, ends: tuple[int, int], number: int) -> None:
         self.path = path
         self.file = file
-        self.ends = ends  # of the pipe; the writing one stays open, so that it never ends
+        self.ends = ends  # ends of the pipe; the writing end stays open, so that reading never ends
         self.signal = number  # for ``faulthandler``, or 0
         self._files = {file: os.fstat(file).st_ino, ends[0]: os.fstat(ends[0]).st_ino}
 
@@ -102,7 +102,7 @@ def declare() -> None:
     }
     port = rank.environment_int("MASTER_PORT")
     if port and control.is_worker():
-        # Under torchrun the store is there before the ranks are.
+        # Under torchrun the store exists before the ranks do.
         declaration["store"] = as_json(rank.met_at(os.environ.get("MASTER_ADDR", ""), port))
     os.write(file, json_line(declaration))
 
@@ -129,7 +129,7 @@ def _free_signal() -> int:
 
 
 def start_time() -> int:
-    """Return when this process started, in ticks since boot. With its id this identifies it.
+    """Return this process's start time in ticks since boot. Time and pid identify the process.
 
     Raises:
         OSError: This is not Linux.
@@ -173,7 +173,7 @@ def _answer(*, with_variables: bool = False) -> JsonObject:
     """Return the stacks of all threads except ours and the debugger's."""
     named = {thread.ident: thread for thread in threading.enumerate()}
     frames_now = sys._current_frames()
-    # A frame that refers to itself would keep alive what the others refer to: tensors.
+    # A frame that refers to itself would keep the tensors of the others alive.
     del frames_now[threading.get_ident()]
     main = threading.main_thread().ident
     threads = []
@@ -211,8 +211,7 @@ def _frames(frame: FrameType | None) -> tuple[list[tuple[str, int, str]], bool]:
 def _variables(top: FrameType) -> list[tuple[int, str, str]]:
     """Return the local variables of the user's innermost frames, as `Variable`.
 
-    Frames are counted from the innermost one. Of a module its modules, functions and classes are
-    left out.
+    Frames are counted from the innermost one. Modules, functions and classes are left out.
     """
     found: list[tuple[int, str, str]] = []
     frame: FrameType | None = top

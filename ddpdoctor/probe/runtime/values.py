@@ -1,8 +1,8 @@
 """Describe values in one line for a debugger, without harm to the job.
 
-No description runs code of the user, waits for a device, or starts threads. The figures of a tensor
-are those of small CPU tensors: on a GPU they would wait for its stream, which may wait for a rank
-that the debugger holds.
+No description runs code of the user, waits for a device, or starts threads. Only small CPU
+tensors have statistics: on a GPU these would wait for its stream, which may wait for a rank that
+the debugger holds.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections import OrderedDict, defaultdict, deque
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
-MAX_TEXT = 200  # Characters of a value
-MAX_CHILDREN = 100  # Elements of a value that are listed
+MAX_TEXT = 200  # Maximum characters of a value
+MAX_CHILDREN = 100  # Maximum number of listed elements of a value
 
-_MAX_FIGURES = 1 << 15  # A tensor of as many elements has no figures: torch computes in threads
-_MAX_ROWS = 20  # Rows of a tensor that are listed
-_MAX_ITEMS = 6  # Elements of a collection that are part of its line
+_MAX_FIGURES = 1 << 15  # From this many elements on no statistics: torch would compute in threads
+_MAX_ROWS = 20  # Maximum number of listed rows of a tensor
+_MAX_ITEMS = 6  # Maximum number of elements of a collection in its line
 _MAX_BITS = 1 << 12  # Python refuses to write longer integers
 
 _BRACKETS: dict[type, str] = {list: "[]", tuple: "()", set: "{}", frozenset: "{}", deque: "[]"}
@@ -31,7 +31,7 @@ _SPEAKING = {
 
 
 def summary(value: Any, depth: int = 2) -> str:
-    """Return a line about a value, of `MAX_TEXT` characters at most.
+    """Describe a value in a line of at most `MAX_TEXT` characters.
 
     Elements of collections nested ``depth`` levels deep are part of the line.
     """
@@ -88,7 +88,7 @@ def is_tensor(value: object) -> bool:
 
 
 def is_tensor_type(kind: type) -> bool:
-    """Return whether a class is one of tensors."""
+    """Return whether a class is a tensor class."""
     tensor = getattr(sys.modules.get("torch"), "Tensor", None)
     return isinstance(tensor, type) and issubclass(kind, tensor)
 
@@ -115,7 +115,7 @@ def tensor_summary(value: Any) -> str:
         with torch.no_grad():
             return f"{text} {_figures(value.detach())}"
     except Exception:
-        # Not every type of numbers has these operations.
+        # Not every dtype has these operations.
         return text
 
 

@@ -1,7 +1,7 @@
 """End this process when the supervisor and its keepers are gone.
 
 The supervisor and two keepers (`ddpdoctor.supervise.keeper`) each end the job if the others are
-gone. This thread of a rank does it if all three were killed.
+gone. This thread of a rank does so if all three were killed.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _watch(keepers: list[int]) -> None:
 
 
 def _wait_for(pid: int) -> None:
-    """Return when process ``pid`` has ended.
+    """Wait until process ``pid`` has ended.
 
     Raises:
         OSError: It cannot be watched.

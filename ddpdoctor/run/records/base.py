@@ -109,7 +109,7 @@ def _compile_constructor(self: Any, **values: Any) -> None:
 # -- Base classes of records
 
 
-EVERY = 1 << 62  # `Record.kept` of kinds that cannot become many: keep all
+EVERY = 1 << 62  # `Record.kept` of rare kinds: keep all
 
 
 class CodeFrame(NamedTuple):
@@ -132,8 +132,8 @@ class Record(Part):
 
     kind: ClassVar[str] = ""  # The value of ``kind`` in the line
     kept: ClassVar[int] = EVERY
-    """How many of the first ones survive rotation: they are written again at the head of each new
-    segment. 0 if only the newest matter, which are there anyway, `EVERY` for rare kinds."""
+    """Number of first records that survive rotation: they are repeated at the head of each new
+    segment. 0 if only the newest ones matter, `EVERY` for rare kinds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,7 +29,7 @@ class WorkerMemory(NamedTuple):
 
     pid: int
     own: int  # Its anonymous memory, including pages that it shares with its parent
-    children: int  # Child processes of the rank
+    children: int  # Number of child processes of the rank
     private: int | None = None
     """Pages that it shares with no other process. Read only if its data set may be copied."""
 
@@ -64,12 +64,12 @@ class DatasetRecord(Record):
 
 
 class Holder(NamedTuple):
-    """An object that grew between two samples of what a rank holds. In JSON a list."""
+    """An object that grew between two samples of a rank's objects. In JSON a list."""
 
     name: str  # Its name in the code: ``hist``, ``self.cache``, ``model.module.seen``
     sort: str
-    """``list``, ``dict`` or the like, ``hooks``, ``cache``, ``graph`` for a tensor with a longer
-    graph, ``tensor``, ``array`` or ``text`` for a longer value."""
+    """``list``, ``dict`` or the like, ``hooks``, ``cache``, ``graph`` for a tensor whose graph has
+    grown, or ``tensor``, ``array`` or ``text`` for a value that has grown."""
     at: CodeFrame  # The frame or module through which it was found
     size: int  # Elements, operations or bytes now
     grew: int  # The increase since the first sample
@@ -80,7 +80,7 @@ class Holder(NamedTuple):
 
 
 class Allocated(NamedTuple):
-    """Memory of a GPU that a line took in some steps and that was not freed. In JSON a list."""
+    """GPU memory that a line allocated in some steps and that was not freed. In JSON a list."""
 
     line: Location
     size: int
@@ -89,7 +89,7 @@ class Allocated(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldersRecord(Record):
-    """Objects that grew on a rank whose memory grows, by several samples."""
+    """Objects that grew on a rank whose memory grows, according to several samples."""
 
     kind = "holders"
     kept = 64
@@ -120,7 +120,7 @@ class AllocatorFacts(Part):
     reserved: int
     peak: int = 0
     total: int | None = None  # Memory of the GPU
-    largest_free: int | None = None  # Largest free block within what is reserved
+    largest_free: int | None = None  # Largest free block within the reserved memory
     expandable: bool = False  # Segments are expandable
     blocks: tuple[Block, ...] = ()  # Those that use the most memory in total
 
@@ -135,5 +135,5 @@ class OutOfMemoryRecord(Record):
     step: int
     gpu: AllocatorFacts | None = None
     shape: tuple[int, ...] = ()  # Shape of the largest tensor in the last batch
-    largest: tuple[int, ...] = ()  # The largest such shape of the batches before
+    largest: tuple[int, ...] = ()  # The largest such shape in earlier batches
     file: str = ""  # Snapshot for pytorch.org/memory_viz in the run directory

@@ -107,7 +107,7 @@ class NeverUsedRecord(PlacedRecord):
     parameters: tuple[GradientlessParameter, ...]  # The first of them
     count: int  # Number of all of them
     of: int  # Number of parameters that the module reduces
-    part: float = 0.0  # Their part of the module's elements
+    part: float = 0.0  # Their share of the module's elements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ class LossScaleRecord(PlacedRecord):
 
     step: int
     call: str = ""  # The function that reduced it
-    factor: float  # The factor applied since, or before the backward
+    factor: float  # The factor applied after the reduction, or before the backward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ class UnreducedRecord(PlacedRecord):
     ddp: int  # For parameters outside DDP modules: -1 minus the number of the optimizer
     cause: str
     """``around``, ``second backward``, ``forward in no_sync``, ``step in no_sync``,
-    ``no backward``, ``unfrozen``, ``added`` or ``replaced``. ``outside``: of parameters in no DDP
+    ``no backward``, ``unfrozen``, ``added`` or ``replaced``. ``outside``: parameters in no DDP
     module."""
     gradients: dict[str, float] = field(default_factory=dict)  # Norms by parameter name
     parameters: dict[str, float] = field(default_factory=dict)
@@ -232,7 +232,7 @@ class RemadeRecord(PlacedRecord):
 
     time: int = 0
     step: int
-    since: int  # The first step at which they were
+    since: int  # The first step at which one was re-created
     optimizer: str = ""
     scheduler: str = ""
     times: int
@@ -294,7 +294,7 @@ class MisplacedClipRecord(PlacedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditRecord(Record):
-    """The set of gradients that code changes before the step changed."""
+    """The job changes a different set of gradients before the step than it did earlier."""
 
     kind = "edit"
     kept = 64
@@ -307,7 +307,7 @@ class EditRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin(Part):
-    """Where a loss stopped being finite."""
+    """The place where a loss stopped being finite."""
 
     what: str  # ``input`` (a batch, or a constant), ``parameter`` or ``operation``
     operations: tuple[str, ...] = ()  # Their names in the order of execution
@@ -356,7 +356,7 @@ class PackedTensor(NamedTuple):
     """Elements of a tensor. In JSON a list."""
 
     elements: int  # Number of elements of the tensor
-    format: str  # ``f`` or ``d``, as `struct` has it
+    format: str  # ``f`` or ``d``, as in `struct`
     data: str  # The sampled elements, in base64
 
 
@@ -398,7 +398,7 @@ class FingerprintRecord(Record):
     detail: str | None = None  # For each tensor four bytes of its hash, and its norm, in base64
     hyper: tuple[tuple[tuple[Hyper, ...], ...], ...] | None = None
     """By optimizer and parameter group: learning rate, momentum, betas, weight decay."""
-    scale: float | None = None  # The GradScaler's
+    scale: float | None = None  # Scale of the GradScaler
     state: str | None = None  # Hash of the optimizers' states
 
 
@@ -431,7 +431,7 @@ class ElementsRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuffersRecord(Record):
-    """Hashes of the buffers after a step."""
+    """Hashes of the buffers at the first forward of a step."""
 
     kind = "buffers"
     kept = 16
@@ -458,13 +458,13 @@ class StatisticsRecord(PlacedRecord):
     armed: int
     layers: int  # Number of layers with statistics
     names: tuple[str, ...]  # Names of the first of them
-    hashes: tuple[str, ...] = ()  # Of mean and variance, alternating
+    hashes: tuple[str, ...] = ()  # Hashes of mean and variance, alternating
     samples: tuple[PackedTensor, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OtherModelRecord(Record):
-    """Weights of a model in evaluation mode that is in no DDP module, as an evaluation began."""
+    """Weights of a model outside DDP in evaluation mode, when an evaluation began."""
 
     kind = "other_model"
     kept = 16
@@ -536,9 +536,9 @@ class SoloRecord(Record):
     elements: int = 0
     hyper: tuple[tuple[Hyper, ...], ...] = ()
     """By parameter group: learning rate, momentum, betas, weight decay."""
-    calls: int | None = None  # Collectives that the rank has called
-    before: int = 0  # Collectives as large as a gradient, when training began
-    wide: int | None = None  # Collectives as large as a gradient, so far
+    calls: int | None = None  # Number of collectives that the rank has called
+    before: int = 0  # Number of collectives as large as a gradient when training began
+    wide: int | None = None  # Number of collectives as large as a gradient so far
     outside: bool = False  # Parameters were changed between two steps
     gradients: tuple[float, ...] = ()
     """Norms of the gradients, as the optimizer is about to use them."""
@@ -553,7 +553,7 @@ class SoloEndRecord(Record):
 
     time: int = 0
     steps: int
-    wrapped: bool  # A wrapper similar to DDP was built
+    wrapped: bool  # Whether a DDP module was built
     calls: int | None
     wide: int | None
     outside: bool

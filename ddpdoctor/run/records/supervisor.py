@@ -66,16 +66,16 @@ class ProcessState(Part):
     disk, T is stopped, t is held by a tracer, Z has ended. Empty if there is no such process."""
     cpu_seconds: float = 0.0  # CPU time of the process so far, user and system
     wchan: str = ""
-    """The function of the kernel that the main thread sleeps in. Empty if that is unknown."""
+    """The kernel function in which the main thread sleeps. Empty if unknown."""
     children: tuple[ChildState, ...] = ()  # Its child processes, ascending by pid
 
 
-MAIN = "MainThread"  # The name of a process's main thread, as ``threading`` has it
+MAIN = "MainThread"  # The name of a process's main thread, as in ``threading``
 
 
 @positional(frozen=True)
 class RankStacks(Part):
-    """The stacks of one rank, or why there are none."""
+    """The stacks of one rank, or the reason why there are none."""
 
     rank: int
     restart: int
@@ -90,9 +90,9 @@ class RankStacks(Part):
     """Whether native code held the GIL for so long that no Python could run in the rank."""
     trouble: str = ""
     """Why there are no stacks, in a few words: ``stopped (SIGSTOP)``. Empty otherwise."""
-    note: str = ""  # What else is missing, in a few words: why there are no native frames
+    note: str = ""  # Why other parts are missing, such as native frames, in a few words
     world_size: int = 0
-    """The argument of the ``init_process_group`` that it is in. 0 if it is in none, or unknown."""
+    """World size passed to the running ``init_process_group``. 0 if none runs, or if unknown."""
 
     @property
     def main(self) -> Thread | None:
@@ -100,34 +100,34 @@ class RankStacks(Part):
         return next((thread for thread in self.threads if thread.name == MAIN), None)
 
 
-# -- what processes, GPUs and Flight Recorders showed
+# -- evidence from processes, GPUs and Flight Recorders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessActivity(Part):
-    """What a process did between two samples, about a second apart."""
+    """The activity of a process between two samples, about a second apart."""
 
     seconds: float = 0.0
     letters: str = ""
     """Its state at the first and at the second sample, as :attr:`ProcessState.letter`."""
-    busy: float = 0.0  # Cores that it used, of the time in which it was not kept from running
+    busy: float = 0.0  # Number of cores that it used, without its waits for a core
     children_busy: float = 0.0
     children_letters: str = ""  # The newest state of each child process
-    cpu: float = 0.0  # Cores that it used
+    cpu: float = 0.0  # Number of cores that it used
     ran: float = 0.0  # Seconds of CPU time since the process began
     children_cpu: float = 0.0
-    characters: int = 0  # Bytes that went through ``read`` and ``write``, its children's included
+    characters: int = 0  # Bytes that went through ``read`` and ``write``, including its children's
     disk: int = 0  # Bytes that devices moved for it and its children
     input: bool = False  # It slept in ``read`` on its standard input
     terminal: bool = False  # That input is a terminal
     network: bool = False  # It waited for a socket
     children_network: bool = False
-    switches: int = 0  # How often its main thread waited for something that came
+    switches: int = 0  # Voluntary context switches of its main thread
     since_cpu: float | None = None
     """Cores used by its main thread since the previous examination. None if that is not known."""
     since_children_cpu: float | None = None
     """Cores used by the main threads of its children since then."""
-    wrote: int = 0  # Bytes that it wrote since the examination, in which it was asked for nothing
+    wrote: int = 0  # Bytes that it wrote after the examination, while nothing was requested from it
 
 
 class GpuMark(NamedTuple):
@@ -142,14 +142,14 @@ class GpuMark(NamedTuple):
 class FlightCall(Part):
     """One collective in a Flight Recorder of torch."""
 
-    id: int = 0  # Its place among all that were recorded
+    id: int = 0  # Its position among all recorded calls
     group: str = ""  # Name of the process group; ``0`` is the default group
     members: str = ""  # Ranks of the group, ``0-3``. Empty if they are not known
     sequence: int = 0  # Its number in the group, counted for each backend
     point_to_point: bool = False  # It is a send or a receive
     backend: str = ""
     name: str = ""
-    shapes: tuple[tuple[int, ...], ...] = ()  # Of its input tensors
+    shapes: tuple[tuple[int, ...], ...] = ()  # Shapes of its input tensors
     dtypes: tuple[str, ...] = ()
     created: int = 0  # Unix nanoseconds
     retired: bool = False
@@ -166,7 +166,7 @@ class FlightCall(Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightAnswer(Part):
-    """The file by which a rank answers an examination."""
+    """The file with which a rank answers an examination."""
 
     asked: int = 0  # The number of the examination
     entries: tuple[FlightCall, ...] | None = None  # None if the rank has no Flight Recorder
@@ -184,7 +184,7 @@ class ProcessExit(Part):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEvidence(Part):
-    """What an examination, or a dump of a Flight Recorder, shows of one rank."""
+    """The evidence about one rank from an examination, or from a dump of a Flight Recorder."""
 
     rank: int = -1
     restart: int = 0
@@ -193,13 +193,13 @@ class RankEvidence(Part):
     backend: str = ""
     world_size: int = 0
     exit: ProcessExit | None = None  # The end of its process, if that was seen
-    ended: bool = False  # Its script has come to its regular end
+    ended: bool = False  # Its script has finished normally
     phase: str | None = None
     """The phase on its status page. None if it has not joined a process group."""
     since: int = 0  # When it entered that phase, in Unix nanoseconds
-    step: int = 0  # Steps closed; -1 without a probe
-    armed: int = 0  # Forwards whose backward was to be all-reduced
-    reduced: int = 0  # Backwards that were all-reduced
+    step: int = 0  # Number of closed steps; -1 without a probe
+    armed: int = 0  # Number of forwards whose backward was to be all-reduced
+    reduced: int = 0  # Number of backwards that were all-reduced
     collective: str = ""  # The collective on its status page
     site: str = ""  # The line on its status page, ``path:line``
     sites: dict[str, str] = field(default_factory=dict)
@@ -218,9 +218,9 @@ class RankEvidence(Part):
     workers: tuple[tuple[RankStacks, ...], ...] = ()
     """The stacks of each worker of its DataLoader, captured twice."""
     activity: ProcessActivity | None = None  # None if its process could not be watched
-    launcher_works: bool = False  # The job's launcher was at work
-    lost: float = 0.0  # Seconds of its silence in which it, or a child process of it, had no core
-    steady: int = 0  # Examinations in a row that saw the rank do the same
+    launcher_works: bool = False  # Whether the job's launcher was working
+    lost: float = 0.0  # Seconds of its silence in which it, or one of its children, had no core
+    steady: int = 0  # Number of examinations in a row in which the rank did the same
     steadied: float = 0.0  # Seconds that it had been silent, with a core, at the last of them
     dump: str = ""
     """The Flight Recorder file that this was read from. Empty for a rank that was examined."""
@@ -238,7 +238,7 @@ class RasProcess(Part):
 
     pid: int
     host: str  # The address of its node
-    dead: bool = False  # It has not responded for a minute, and NCCL gave it up
+    dead: bool = False  # It has not responded for a minute, and NCCL has given up on it
     rank: int = -1  # Its rank in a communicator, -1 without one
 
 
@@ -292,7 +292,7 @@ class JobRecord(Record):
 
     time: int
     status: int | None  # Its exit status, negative for the number of a signal
-    why: str = ""  # Why it was asked to end, as its scheduler says
+    why: str = ""  # Why it was asked to end, according to its scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,7 +304,7 @@ class SignalRecord(Record):
     time: int
     signal: int
     hang: bool = False  # ddpdoctor sent it to end a hanging job
-    debugger: bool = False  # ddpdoctor sent it since the debugger was stopped
+    debugger: bool = False  # ddpdoctor sent it because the debugger was stopped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,16 +331,16 @@ class HangRecord(Record):
     time: int
     number: int
     restart: int
-    seconds: float  # For how long no rank had made progress
+    seconds: float  # Seconds in which no rank made progress
     everybody: bool = True
-    """No rank made progress. False if some rank did while others waited for long."""
+    """Whether no rank made progress. False if some did while others waited for a long time."""
     fresh: bool = False  # A rank is still in its first step
     limit: float = 0.0  # Seconds without progress, but with a core, after which a rank is suspected
     launcher_works: bool = False  # The launcher used the CPU during the examination
     file: str = ""  # The file of the run directory that holds this record with ``ranks``
     trouble: str = ""  # Why there is no such file
-    ras: Ras | None = None  # The response of NCCL's RAS. None where there is none
-    links: tuple[str, ...] = ()  # Interfaces of the supervisor's machine that lead nowhere
+    ras: Ras | None = None  # The response of NCCL's RAS. None if there is none
+    links: tuple[str, ...] = ()  # Interfaces of the supervisor's machine without a link
     ranks: tuple[RankEvidence, ...] = ()  # The evidence about each rank; in that file only
 
 
@@ -351,7 +351,7 @@ class HangOverRecord(Record):
     kind = "hang_over"
 
     time: int
-    number: int  # Which examination's hang
+    number: int  # Number of the examination of that hang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -364,7 +364,7 @@ class NoCoreRecord(Record):
     rank: int
     restart: int
     since: int  # Time at which it entered its phase
-    lost: int  # Nanoseconds without a core since
+    lost: int  # Nanoseconds without a core since then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -463,7 +463,7 @@ class GpuVitals(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VitalsRecord(Record):
-    """A sample of ranks' memory and GPUs' load, in a file beside the journals."""
+    """A sample of ranks' memory and GPUs' load, in a file next to the journals."""
 
     kind = "vitals"
 
@@ -507,7 +507,7 @@ class BusyProcess(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileRequestRecord(Record):
-    """Ranks were asked for samples of their stacks. Holds what the machine did meanwhile."""
+    """Ranks were asked for samples of their stacks. Includes the machine's activity meanwhile."""
 
     kind = "profile"
 
@@ -575,16 +575,16 @@ class NodeRecord(Record):
     state: str  # ``joined``, ``lost``, ``back``, ``left`` or ``refused``
     place: str = ""  # The end of the namespaces of its ranks
     directory: str = ""  # Its run directory
-    version: str = ""  # Of its ddpdoctor
+    version: str = ""  # Version of ddpdoctor on it
     ahead: int | None = None  # Nanoseconds by which our clock is ahead of its clock, if known
-    error: int = 0  # The true value is at most so far away
+    error: int = 0  # Maximum error of :attr:`ahead`, in nanoseconds
     status: int | None = None  # Exit status of its command, once it has left
     why: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkRecord(Record):
-    """What the ranks of a node sent to an address of another node, while they mostly waited."""
+    """Traffic of a node's ranks to another node's address, while they waited most of the time."""
 
     kind = "link"
 
@@ -592,12 +592,12 @@ class LinkRecord(Record):
     host: str  # The node that sent
     source: str  # Its address
     target: str  # The address of the other node
-    seconds: float  # How long this was measured
+    seconds: float  # Duration of the measurement
     sent: int  # Bytes
     busy: float = 0.0
-    """The share of the time in which the link was full: a connection had data on the way, as fast
+    """The share of the time in which the link was full: a connection had data in flight, as fast
     as the path delivers. 0 if it was not."""
-    rate: int = 0  # Bytes a second that it delivered then
+    rate: int = 0  # Bytes per second that it delivered then
     rtt: float = 0.0  # Round trip in seconds
 
 
@@ -615,7 +615,7 @@ class HeadRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnwatchedRecord(Record):
-    """Why nothing is known about the ranks."""
+    """The reason why nothing is known about the ranks."""
 
     kind = "unwatched"
 

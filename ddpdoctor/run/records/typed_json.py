@@ -2,7 +2,7 @@
 
 A JSON object may come from another version, from a torn write, or from an attacker. Unknown keys
 are skipped. A value that is not of its field's declared type counts as missing. So every returned
-object holds what its class declares, and readers need no checks.
+object has values of the declared types, and readers need no checks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ddpdoctor.core import opening
 from ddpdoctor.run.records import memory, model, process, supervisor, training
 from ddpdoctor.run.records.base import JsonObject, Part, Record, key_of
 
-# -- make typed objects of JSON: the one place where foreign or damaged input is judged
+# -- make typed objects from JSON: the only place where foreign or damaged input is judged
 
 
 P = TypeVar("P", bound=Part)
@@ -62,7 +62,7 @@ def decoder(declared: type[P]) -> Callable[[Mapping[str, object]], P]:
 
 
 def required(declared: type[P], found: Mapping[str, object]) -> P:
-    """Make an object as :func:`decoder` does, of JSON that has to be complete.
+    """Make an object as :func:`decoder` does, from JSON that has to be complete.
 
     Raises:
         ValueError: A field without default is missing, or a value is of another type.

@@ -262,7 +262,7 @@ _Chart = Callable[[int], list[Line]]  # Draws a chart with a number of lines
 
 
 def draw_below(scene: Scene, height: int) -> list[Line]:
-    """Draw at most ``height`` lines, in as many panes beside each other as fit."""
+    """Draw at most ``height`` lines, in as many side-by-side panes as fit."""
     panes = max(1, min(3, scene.room // PANE_COLUMNS)) if height >= 8 else 1
     width = (scene.room - PANE_GAP * (panes - 1)) // panes
     last = scene.room - (width + PANE_GAP) * (panes - 1)

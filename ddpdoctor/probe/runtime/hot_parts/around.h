@@ -8,7 +8,7 @@ typedef struct {
     char waits;
 } Around;
 
-/* What compiled code follows in light steps. */
+/* The calls that compiled code follows in light steps. */
 enum { NOTHING, LIGHT_ENGINE, LIGHT_BATCH, LIGHT_INDICES };
 
 static int light_begins(Around *self, Phases *rank, PyObject *const *args, Py_ssize_t count,
@@ -27,8 +27,8 @@ static int light_begins(Around *self, Phases *rank, PyObject *const *args, Py_ss
 
 static PyTypeObject AroundType;
 
-/* Call end(begun, result, error). What it raises is a fault. If it is not an Exception it is the job's
- * own: return -1 with it set. */
+/* Call end(begun, result, error). An Exception that it raises is a fault. Anything else is the
+ * job's own: return -1 with it set. */
 static int around_ends(Around *self, PyObject *begun, PyObject *result, PyObject *error)
 {
     PyObject *done = PyObject_CallFunctionObjArgs(self->end, begun, result ? result : Py_None,
@@ -138,7 +138,7 @@ static PyObject *Around_get(PyObject *self, PyObject *object, PyObject *type)
     return object == NULL || object == Py_None ? Py_NewRef(self) : PyMethod_New(self, object);
 }
 
-/* Copied and pickled by name, as a function. */
+/* Copied and pickled by name, like a function. */
 static PyObject *Around_reduce(PyObject *self, PyObject *unused)
 {
     return PyObject_GetAttr(self, s_qualname);

@@ -24,10 +24,10 @@ enum { MAX_NESTED = 250, BACKWARDS = 64, MAX_FRAMES = 48 };
 
 #define NO_EPOCH (-1)
 
-/* Raise it with each change that hot.py depends on. */
+/* Increase it with each change that hot.py depends on. */
 #define CONTRACT 5
 
-/* What all types declare alike, and what those declare that the garbage collector follows. */
+/* Declarations of all types, and those of types that the garbage collector follows. */
 #define TYPE(type)                                                                                  \
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "ddpdoctor.probe.runtime._hot." #type,                 \
     .tp_basicsize = sizeof(type), .tp_dealloc = (destructor)type##_dealloc
@@ -102,7 +102,7 @@ static void set_exception(PyObject *error)
                       PyException_GetTraceback(error));
 }
 
-/* Look up an attribute as of any object. Call a module's own __getattr__ only without it. */
+/* Look up an attribute as for any object. Call a module's own __getattr__ only if it is missing. */
 static PyObject *attribute(PyObject *object, PyObject *name)
 {
     PyObject *found = PyObject_GenericGetAttr(object, name);

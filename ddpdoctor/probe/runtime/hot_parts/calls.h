@@ -24,7 +24,7 @@ static int Calls_init(Calls *self, PyObject *args, PyObject *kwargs)
         return -1;
     if (self->memory.len < RING_SIZE) {
         PyBuffer_Release(&self->memory);
-        PyErr_SetString(PyExc_ValueError, "a ring is larger");
+        PyErr_SetString(PyExc_ValueError, "the memory is too small for a ring");
         return -1;
     }
     self->bytes = self->memory.buf;

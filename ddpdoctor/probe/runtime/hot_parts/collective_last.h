@@ -1,4 +1,4 @@
-/* The last call of a collective. Equal calls are recorded from what is stored of it. */
+/* The last call of a collective. Equal calls are recorded from its stored form. */
 
 /* The positions of the arguments that all ranks share. */
 enum { TENSOR, OP, ROOT, GROUP_ROOT, GROUP, ASYNC_OP, ARGUMENTS };
@@ -12,7 +12,7 @@ typedef struct {
     char first, point_to_point, reduces, gathers;
     char shown[COLLECTIVE_SIZE];
     Chain *lines;
-    /* The last call, and what is stored of all equal ones. */
+    /* The last call, and the stored form of all equal ones. */
     PyObject *chain, *given[ARGUMENTS], *dtype, *shape, *known;
     Calls *of;
     long long numel;
@@ -77,7 +77,7 @@ static int Collective_init(Collective *self, PyObject *args, PyObject *kwargs)
         return -1;
     if (self->name != NULL || PyTuple_GET_SIZE(parameters) != ARGUMENTS ||
         PyTuple_GET_SIZE(places) != ARGUMENTS) {
-        PyErr_SetString(PyExc_ValueError, "as many parameters and places as are known");
+        PyErr_SetString(PyExc_ValueError, "wrong number of parameters or places");
         return -1;
     }
     const char *text = PyUnicode_AsUTF8(name);
@@ -119,7 +119,7 @@ static void collective_bind(Collective *self, PyObject *args, PyObject *kwargs, 
 }
 
 /* Return the group of a call that equals the last one here, or NULL for another call, with an exception
- * if that is the job's own. It is a new reference, since what runs from now on may drop it. */
+ * if that is the job's own. It is a new reference, since code that runs from now on may drop it. */
 static PyObject *collective_alike(Collective *self, Calls *calls, PyObject *chain,
                                   PyObject **given)
 {
@@ -147,8 +147,8 @@ static PyObject *collective_alike(Collective *self, Calls *calls, PyObject *chai
     return known;
 }
 
-/* Keep what the ledger stored of a call that Python has just recorded. Return -1 for an exception of
- * the job's own. */
+/* Keep the ledger's stored form of a call that Python has just recorded. Return -1 for an exception
+ * of the job's own. */
 static int collective_learn(Collective *self, Calls *calls, PyObject *chain, PyObject **given)
 {
     collective_forget(self);

@@ -1,4 +1,4 @@
-/* What hooks read in other modules in every step: the rank, and the subscribers of an event.
+/* Values that hooks read from other modules in every step: the rank, and an event's subscribers.
  *
  * Python 3.10 and 3.11 number the changes of a dict (PEP 509), so a result holds until a name of the
  * module is bound to something else. Later versions look it up each time. */

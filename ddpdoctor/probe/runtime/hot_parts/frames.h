@@ -1,8 +1,8 @@
 /* The frames of Python functions, from our caller outwards.
  *
- * Making objects of them, by Python's public functions, takes as long as all else in a hook. From 3.11
- * on we read the interpreter's own frames by its internal header, and make objects in versions that are
- * newer than those that were tried. */
+ * Making objects of them, by Python's public functions, takes as long as the rest of a hook. From
+ * 3.11 on we read the interpreter's own frames by its internal header, and make objects only in
+ * versions that are newer than the tested ones. */
 
 #ifndef __has_include
 #define __has_include(name) 0

@@ -100,7 +100,7 @@ static int of_parameter(PyObject *leaf)
     return found;
 }
 
-/* Whether the first loss has no graph, or so small a one that it may reach no parameter, as
+/* Whether the first loss has no graph, or one so small that it may reach no parameter, as in
  * torch_private.is_bare. */
 static int is_bare(PyObject *tensors)
 {
@@ -161,7 +161,7 @@ static int light_backward_ended(Phases *rank, PyObject *error)
     return BEGUN;
 }
 
-/* A whole number that is an attribute of an object, or another one if it has none. */
+/* An integer attribute of an object, or `otherwise` if it has none. */
 static long long number_of(PyObject *object, PyObject *name, long long otherwise)
 {
     PyObject *found = PyObject_GenericGetAttr(object, name);
@@ -172,7 +172,7 @@ static long long number_of(PyObject *object, PyObject *name, long long otherwise
     return otherwise;
 }
 
-/* A loader's iterator is asked for a batch that is not the first, as _batch_wanted. */
+/* A loader's iterator is asked for a batch that is not the first, as in _batch_wanted. */
 static int light_batch(Phases *rank, PyObject *iterator)
 {
     if (!is_light(rank) || number_of(iterator, s_num_yielded, 1) == 0)
@@ -196,7 +196,7 @@ static int light_batch(Phases *rank, PyObject *iterator)
     return done;
 }
 
-/* It has returned the batch, as _batch_came. */
+/* The iterator has returned the batch, as in _batch_came. */
 static int light_batch_came(Phases *rank, PyObject *iterator, PyObject *data)
 {
     int64_t began = rank->clocked ? cpu_ns() : 0;
@@ -252,7 +252,7 @@ static int light_close(Phases *rank)
     store(rank, TOTALS_AT + 8, rank->epoch);
     store(rank, TOTALS_AT + 16, rank->last_total);
     rank->light = (rank->steps + 1) & rank->sparse;
-    /* If the next step is full, what came before it has no known phase. */
+    /* If the next step is full, the time before it has no known phase. */
     if (charge_device(rank, STARTING) < 0)
         return -1;
     if (is_noticed(rank)) {
@@ -275,7 +275,7 @@ static int light_close(Phases *rank)
 
 static int initializing;
 
-/* initializes(more): calls of torch are under way that step an optimizer without training. */
+/* initializes(more): count running calls of torch that step an optimizer without training. */
 static PyObject *initializes(PyObject *module, PyObject *more)
 {
     initializing += (int)PyLong_AsLong(more);
@@ -298,7 +298,7 @@ static PyObject *step_begins(PyObject *module, PyObject *optimizer)
     return raised ? NULL : Py_NewRef(Py_True);
 }
 
-/* step_ended(optimizer): the same of its end. */
+/* step_ended(optimizer): the same for its end. */
 static PyObject *step_ended(PyObject *module, PyObject *optimizer)
 {
     Phases *rank = active_rank();

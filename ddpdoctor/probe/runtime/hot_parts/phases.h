@@ -103,7 +103,7 @@ static int Phases_init(Phases *self, PyObject *args, PyObject *kwargs)
         return -1;
     if (self->memory.len < PAGE_SIZE) {
         PyBuffer_Release(&self->memory);
-        PyErr_SetString(PyExc_ValueError, "a status page is larger");
+        PyErr_SetString(PyExc_ValueError, "the memory is too small for a status page");
         return -1;
     }
     self->bytes = self->memory.buf;
