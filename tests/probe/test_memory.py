@@ -31,7 +31,9 @@ def forgotten() -> Any:
 
 
 def observed(records: list[JsonObject], **tracker: Any) -> tuple[Memory, Any]:
-    state = a_rank(records, Purse(1 << 40), device=None, last_total=10_000_000, **tracker)
+    state = a_rank(
+        records, Purse(1 << 40), device=None, memory_of=None, last_total=10_000_000, **tracker
+    )
     return Memory(state), state
 
 
@@ -169,7 +171,7 @@ def test_what_a_full_gpu_held_is_recorded_with_a_snapshot(
 ) -> None:
     monkeypatch.setenv("DDPDOCTOR_RUN_DIR", str(tmp_path))
     observer, state = observed(records)
-    state.tracker.device = SimpleNamespace(device="cuda:0")
+    state.tracker.memory_of = "cuda:0"
     monkeypatch.setattr(torch, "cuda", Cuda())
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     steps(state, 5)
@@ -193,7 +195,7 @@ def test_an_allocator_without_counters_is_no_fault(
 ) -> None:
     monkeypatch.setenv("DDPDOCTOR_RUN_DIR", str(tmp_path))
     observer, state = observed(records)
-    state.tracker.device = SimpleNamespace(device="cuda:0")
+    state.tracker.memory_of = "cuda:0"
     monkeypatch.setattr(torch, "cuda", SimpleNamespace(memory=SimpleNamespace()))
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 3)
     steps(state, 5)

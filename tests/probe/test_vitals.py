@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ddpdoctor.probe.runtime import recorder, shield
+from ddpdoctor.probe.runtime import recorder, shield, torch_devices
 from ddpdoctor.probe.runtime.recorder import Recorder, Vitals
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.records.process import FaultRecord
@@ -182,3 +182,41 @@ def test_a_writing_thread_that_fails_prints_nothing(
     journal.close()
     assert failed == ["thread journal: division by zero"]
     assert capfd.readouterr().err == ""
+
+
+def test_other_accelerators_have_what_their_module_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = {
+        "allocated_bytes.all.current": 10, "reserved_bytes.all.current": 20,
+        "allocated_bytes.all.peak": 30,
+    }  # fmt: skip
+    cuda = Cuda()
+    torch = SimpleNamespace(
+        xpu=SimpleNamespace(
+            memory_stats_as_nested_dict=cuda.memory_stats_as_nested_dict,
+            get_device_name=lambda device: f"Arc {device}",
+            get_device_properties=lambda device: SimpleNamespace(total_memory=1 << 30),
+        ),
+        mps=SimpleNamespace(),
+        accelerator=SimpleNamespace(
+            memory_stats=lambda device: flat,
+            current_accelerator=lambda: SimpleNamespace(type="xpu"),
+        ),
+        Event=object,
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    has_events = torch_devices.has_events.__wrapped__
+    assert torch_devices.name_of("xpu:1") == "Arc xpu:1"
+    assert torch_devices.total_memory("xpu:1") == 1 << 30
+    assert torch_devices.allocated_memory("xpu:1") == (10, 20, 30)
+    assert has_events("xpu")
+    assert torch_devices.name_of("mps:0") == ""
+    assert torch_devices.total_memory("mps:0") is None
+    assert torch_devices.allocated_memory("mps:0") == (10, 20, 30)
+    assert not has_events("mps")
+    # Before 2.6 torch has CUDA's functions alone.
+    del torch.accelerator, torch.mps
+    assert torch_devices.name_of("npu:0") == ""
+    assert not has_events("xpu")
+    assert has_events("cuda")
+    with pytest.raises(AttributeError):
+        torch_devices.allocated_memory("npu:0")

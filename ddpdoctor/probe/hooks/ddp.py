@@ -33,6 +33,7 @@ from ddpdoctor.probe.runtime import (
     recorder,
     shield,
     sites,
+    torch_devices,
     torch_groups,
     torch_private,
 )
@@ -104,14 +105,15 @@ def _constructed(result: None, ddp: Any, *args: Any, **kwargs: Any) -> None:
     if state is None:
         return
     state.tracker.here()
-    _built(ddp)
+    note(ddp)
     emit(Observer.ddp_built, ddp)
 
 
 @shield.shielded
-def _built(ddp: Any) -> None:
+def note(ddp: Any) -> None:
+    """Record a DDP module, once, and read its device's clock and its logger from now on."""
     state = rank.current()
-    if state is None:
+    if state is None or ddp in _modules:
         return
     torch = sys.modules["torch"]
     device = str(getattr(ddp, "device", None) or next(iter(ddp.parameters())).device)
@@ -120,6 +122,8 @@ def _built(ddp: Any) -> None:
         state.tracker.use_device(CudaClock(torch.cuda, torch.device(device)))
     elif device == "cpu":
         torch_private.sample(ddp, 1)
+    else:
+        state.tracker.use_memory(torch.device(device))
     _modules[ddp] = _Timed(device == "cpu")
     numbers = torch_private.logging_ints(ddp) or {}
     state.recorder.add(
@@ -127,7 +131,7 @@ def _built(ddp: Any) -> None:
             time=time.time_ns(),
             module=type(ddp.module).__name__,
             device=device,
-            device_name=torch.cuda.get_device_name(device) if cuda else "",
+            device_name="" if device == "cpu" else torch_devices.name_of(device),
             device_uuid=torch_private.device_uuid(torch, device) if cuda else "",
             device_uuids=_uuids(torch, ddp.module),
             group_ranks=tuple(torch_groups.group_ranks(ddp)),
@@ -141,6 +145,14 @@ def _built(ddp: Any) -> None:
             **sites.caller().place,
         )
     )
+
+
+def forget() -> None:
+    """Let the loggers of all modules time as few iterations as torch does."""
+    for ddp, timed in list(_modules.items()):
+        if timed.sampled:
+            torch_private.sample(ddp, torch_private.SAMPLE_RATE)
+    _modules.clear()
 
 
 def _uuids(torch: Any, module: Any) -> tuple[str, ...]:

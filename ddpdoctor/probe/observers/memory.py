@@ -20,7 +20,7 @@ from typing import Any
 from ddpdoctor.probe.observers import holders
 from ddpdoctor.probe.observers.loaders import built_loaders
 from ddpdoctor.probe.observers.stack_sampling import child_pids
-from ddpdoctor.probe.runtime import events, rank, torch_memory
+from ddpdoctor.probe.runtime import events, rank, torch_devices, torch_memory
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.recorder import statm
@@ -72,14 +72,14 @@ class Memory(Observer):
     def _read(self) -> None:
         """Read the memory at the end of a step."""
         tracker = self.state.tracker
-        if self._device is None and tracker.device is not None:
-            self._device = tracker.device.device
-            self._total = torch_memory.total_memory(self._device)
+        if self._device is None and tracker.memory_of is not None:
+            self._device = tracker.memory_of
+            self._total = torch_devices.total_memory(self._device)
             self.wake("batch_fetched")
         allocated = reserved = None
         if self._device is not None:
             with contextlib.suppress(Exception):
-                allocated, reserved = torch_memory.counters(self._device)
+                allocated, reserved, _ = torch_devices.allocated_memory(self._device)
         if len(self._points) >= MAX_POINTS:
             del self._points[1::2]
             self._written = len(self._points)

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from ddpdoctor.probe.runtime import torch_private
+from ddpdoctor.probe.runtime import torch_devices, torch_private
 from ddpdoctor.probe.runtime.recorder import Lazy, NotYet
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.run.records.model import PackedTensor
@@ -31,12 +31,12 @@ _hash_weights: dict[Any, Any] = {}
 
 
 def hashable(tensor: Any) -> bool:
-    """Return whether a tensor is of no subclass and its bits are in one block of memory."""
+    """Return whether a tensor is of no subclass and its bits can be read as one block."""
     torch: Any = sys.modules["torch"]
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
-        and not tensor.is_meta
+        and (tensor.device.type == "cpu" or torch_devices.has_events(tensor.device.type))
         and not tensor.is_quantized
     )
 
@@ -180,14 +180,12 @@ class Readback:
         """Copy the numbers of a 1-dimensional tensor, each with its place."""
         torch: Any = sys.modules["torch"]
         device = found.device
-        if device.type != "cuda":
+        if device.type == "cpu":
             self._parts.append((indices, found.tolist(), None))
             return
         slots = torch.empty(len(indices), dtype=found.dtype, device="cpu", pin_memory=True)
         slots.copy_(found, non_blocking=True)
-        passed = torch.cuda.Event()
-        passed.record(torch.cuda.current_stream(device))
-        self._parts.append((indices, slots, passed))
+        self._parts.append((indices, slots, torch_devices.record_event(device)))
 
     @property
     def ready(self) -> bool:

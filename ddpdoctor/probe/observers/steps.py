@@ -203,6 +203,7 @@ class StepTracker(Phases):
         self._vitals = Vitals(recorder.page)
         recorder.each_round.append(self._vitals.store)
         self.step = OpenStep(0, self.began + self.unix, self._vitals, self.passes)
+        self.memory_of: Any = None  # the device whose memory is read
         self.noticing: Callable[[], None] | None = None  # called when watched memory has changed
         self._fresh = True
 
@@ -226,8 +227,13 @@ class StepTracker(Phases):
     def use_device(self, clock: CudaClock) -> None:
         """Use the device's events for times from now on."""
         self.device = clock
-        self._vitals.use_device(clock.device)
+        self.use_memory(clock.device)
         self._restart()
+
+    def use_memory(self, device: Any) -> None:
+        """Read the memory of a device from now on. Its time may be unknown."""
+        self.memory_of = device
+        self._vitals.use_device(device)
 
     def _cut_device(self) -> Measured | None:
         """End the times of a line on the device, if any. Return a function that reads them."""

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ddpdoctor.probe.runtime import torch_private
+from ddpdoctor.probe.runtime import torch_devices, torch_private
 from ddpdoctor.probe.runtime.shield import background
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.records.base import Record, encode
@@ -49,7 +49,7 @@ class Vitals:
     # -- in the training thread
 
     def use_device(self, device: Any) -> None:
-        """Note the CUDA device that the rank computes on."""
+        """Note the device that the rank computes on."""
         self._device = device
         self.due = 0
         self._page.set_gpu(torch_private.device_uuid(sys.modules["torch"], device))
@@ -58,9 +58,7 @@ class Vitals:
         """Ask the allocator, which reports its counters and does not touch the device."""
         self.due = now + MEMORY_EVERY
         try:
-            counters = sys.modules["torch"].cuda.memory_stats_as_nested_dict(self._device)
-            given, taken = counters["allocated_bytes"]["all"], counters["reserved_bytes"]["all"]
-            self._allocator = (int(given["current"]), int(taken["current"]), int(given["peak"]))
+            self._allocator = torch_devices.allocated_memory(self._device)
         except Exception:
             # A custom allocator has no counters.
             self._allocator, self.due = None, _NEVER

@@ -14,23 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 from ddpdoctor.core.user_code import Location, user_file
+from ddpdoctor.probe.runtime import torch_devices
 from ddpdoctor.run.records.memory import AllocatorFacts, Block
 
 MAX_LINKS = 512  # maximum length of a chain that is counted
 _NEAR = 12  # maximum number of operations searched for the next link of a chain
 _PLAIN = ("torch", "torch.nn.parameter")
-
-
-def counters(device: Any) -> tuple[int, int]:
-    """Return allocated and reserved bytes of torch's CUDA allocator on a device.
-
-    Raises:
-        Exception: A custom allocator is in use, which has no counters.
-    """
-    found = sys.modules["torch"].cuda.memory_stats_as_nested_dict(device)
-    bytes_of = (found[f"{each}_bytes"]["all"]["current"] for each in ("allocated", "reserved"))
-    allocated, reserved = map(int, bytes_of)
-    return allocated, reserved
 
 
 # -- tensors
@@ -111,26 +100,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def allocator_facts(device: Any) -> AllocatorFacts | None:
     """Describe the allocator. Return None if it has no counters."""
-    torch: Any = sys.modules["torch"]
     try:
-        found = torch.cuda.memory_stats_as_nested_dict(device)
-        given, taken = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]
+        allocated, reserved, peak = torch_devices.allocated_memory(device)
     except Exception:
         return None
     return AllocatorFacts(
-        allocated=int(given["current"]),
-        reserved=int(taken["current"]),
-        peak=int(given["peak"]),
-        total=total_memory(device),
+        allocated=allocated,
+        reserved=reserved,
+        peak=peak,
+        total=torch_devices.total_memory(device),
     )
-
-
-def total_memory(device: Any) -> int | None:
-    """Return the bytes of a GPU's memory."""
-    try:
-        return int(sys.modules["torch"].cuda.get_device_properties(device).total_memory)
-    except Exception:
-        return None
 
 
 def snapshot(device: Any) -> Any:
