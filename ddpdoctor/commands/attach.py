@@ -14,7 +14,7 @@ from pathlib import Path
 from ddpdoctor.commands.stacks import is_of_job, print_stacks
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.formatting import duration, json_text, shown
-from ddpdoctor.core.job import DEFAULT_PORT, LOOPBACK
+from ddpdoctor.core.job import DEFAULT_PORT, LOOPBACK, Command, OwnOptions
 from ddpdoctor.core.opening import integer, relative_path, whose
 from ddpdoctor.core.options import DIRECTORY, PATH_MAP, Given, Parser, number, seconds, text
 from ddpdoctor.debug import attach_points, vscode_configurations
@@ -28,6 +28,7 @@ PARSER = Parser(
     """\
 Usage: ddpdoctor attach [OPTIONS] [RUN]
        ddpdoctor attach [--for SECONDS] PID | --job
+       ddpdoctor attach --probe PID | --job
        ddpdoctor attach --debug PID
        ddpdoctor attach --through COMMAND [--rank N] [RUN]
 
@@ -43,6 +44,9 @@ into it.
 Options:
   --job             Your newest job that runs without ddpdoctor.
   --for SECONDS     Watch that job, or the one of PID, for so long [default: 5].
+  --probe           Load ddpdoctor's probe into the ranks of that job, and report
+                    findings until Ctrl-C or the end of the job. For ranks that
+                    train with DDP on Python 3.14, all on this machine.
   --write           Put the ranks into .vscode/launch.json, one attach
                     configuration each.
   --workspace DIR   The folder that VS Code opens
@@ -86,6 +90,12 @@ def main(words: Sequence[str]) -> int:
         return _connect(name, given)
     if "--debug" in given:
         return _inject(given.options["--debug"])
+    if "--probe" in given:
+        if not is_of_job(name, given):
+            raise PARSER.wrong(
+                "--probe is for jobs that run without ddpdoctor", "name a PID, or --job"
+            )
+        return _probe(int(name) if name is not None else None)
     if is_of_job(name, given):
         return _examine(int(name) if name is not None else None, given)
     return _attach(name, given)
@@ -276,3 +286,35 @@ def _inject(pid: int) -> int:
     print(f"process {pid} {how}")
     attach_points.serve_process(pid, DEFAULT_PORT, lambda text: print(shown(text), flush=True))
     return 0
+
+
+def _probe(pid: int | None) -> int:
+    """Watch a job that runs without ddpdoctor from within its ranks, until it ends."""
+    from ddpdoctor.commands import run
+    from ddpdoctor.supervise import unprobed
+
+    job = unprobed.find(pid)
+    for rank, process in job.ranks.items():
+        if not attach_points.runs_code(process.pid):
+            raise DoctorError(
+                f"rank {rank} (process {process.pid}) does not run on Python 3.14, which can load "
+                "code between two lines",
+                f"look at it from outside: ddpdoctor attach {process.pid}",
+            )
+    if job.world_size > len(job.ranks):
+        raise DoctorError(
+            f"{len(job.ranks)} of {job.world_size} ranks are on this machine, and all have to "
+            "begin together",
+            "start the job with ddpdoctor run",
+        )
+    words = [f"{rank}:{process.pid}" for rank, process in job.ranks.items()]
+    return run.start(
+        Command(
+            (sys.executable, "-m", "ddpdoctor.supervise.late_ranks", *words),
+            OwnOptions(no_debug=True, no_lint=True, no_nodes=True),
+            note="",
+            through_torchrun=False,
+            local_ranks=len(words),
+            attached=tuple(next(iter(job.ranks.values())).words),
+        )
+    )

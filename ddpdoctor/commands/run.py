@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.core.job import Command
 from ddpdoctor.debug.debugging import Debugging
 from ddpdoctor.lint.job import SourceCheck
 from ddpdoctor.render.reporter import Reporter
@@ -24,7 +25,11 @@ def main(words: Sequence[str]) -> int:
     """Run a job."""
     # Before a library opens a descriptor that programs inherit.
     inherited = proc.inheritable()
-    command = job_command.build(words, os.environ)
+    return start(job_command.build(words, os.environ), inherited)
+
+
+def start(command: Command, inherited: Sequence[int] = ()) -> int:
+    """Run a command as a job, whose processes inherit some descriptors. Return its exit status."""
     source = None if command.own.no_lint else SourceCheck(command.argv)
     passthrough = Passthrough(direct=job_signals.is_interactive_shell(command.argv))
     reporter = Reporter(passthrough.say, command.own, reported.keep_traceback, source)

@@ -149,6 +149,8 @@ class Rule:
         lapses: Decides about a finding that is no longer found.
         twice: In a running job two examinations in a row have to find it, since the records of its
             cause may come after those that show it.
+        late: Finds its fault in what was seen since, where the probe started while the job ran.
+            Other rules conclude from how it began, and do not judge such a run.
         beside: A second function with findings of this code. They count where the first has none
             about the same subject.
     """
@@ -162,6 +164,7 @@ class Rule:
     yields_to: Mapping[str, Same] = field(default_factory=dict)
     lapses: Lapse = fact
     twice: bool = False
+    late: bool = False
     beside: Detect | None = None
 
     @property
@@ -188,6 +191,7 @@ def rule(
     yields_to: Mapping[str, Same] | None = None,
     lapses: Lapse = fact,
     twice: bool = False,
+    late: bool = False,
 ) -> Callable[[Page], Page]:
     """Register a rule, whose page is the docstring of what is decorated.
 
@@ -200,6 +204,7 @@ def rule(
         yields_to: See :class:`Rule`.
         lapses: See :class:`Rule`.
         twice: See :class:`Rule`.
+        late: See :class:`Rule`.
 
     Raises:
         ValueError: The code is taken.
@@ -218,6 +223,7 @@ def rule(
             yields_to or {},
             lapses,
             twice,
+            late,
         )
         return page
 
@@ -248,7 +254,8 @@ def examine(
         failed: Called if a rule raises an exception. If missing, the exception is passed on.
     """
     said: dict[object, Finding] = {}
-    for finding in _detected(run, {each.code: each for each in rules}, failed):
+    judging = {each.code: each for each in rules if each.late or not run.late}
+    for finding in _detected(run, judging, failed):
         known = said.get(finding.identity)
         if known is None or (known.restart or 0) < (finding.restart or 0):
             said[finding.identity] = finding

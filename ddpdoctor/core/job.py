@@ -58,6 +58,7 @@ class Command:
         local_ranks: Number of ranks on this node. None if only the job knows.
         one_node: Whether local and global ranks are equal.
         script: The file or module to show to the user.
+        attached: The command line of a job that runs already, if ``argv`` watches that.
     """
 
     argv: tuple[str, ...]
@@ -67,3 +68,9 @@ class Command:
     local_ranks: int | None = None
     one_node: bool = False
     script: str = ""
+    attached: tuple[str, ...] = ()
+
+    @property
+    def launcher(self) -> str:
+        """What starts the ranks, as in run.json."""
+        return "attach" if self.attached else "torchrun" if self.through_torchrun else "command"

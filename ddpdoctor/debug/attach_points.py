@@ -414,7 +414,7 @@ def _inject(pid: int, directory: str) -> None:
     if runs_code(pid):
         script = Path(directory, "join.py")
         script.write_text(source)
-        command = [f"/proc/{pid}/exe", "-Ic", _REMOTE_EXEC, str(pid), str(script)]
+        run_inside(pid, script)
     else:
         if breaks_sleepers():
             raise DoctorError(
@@ -425,7 +425,19 @@ def _inject(pid: int, directory: str) -> None:
             )
         # gdb's command line cannot carry quotes and line ends.
         code = f"exec(bytes({list(source.encode())}).decode(),{{}})".replace(" ", "")
-        command = [sys.executable, "-c", _INJECT, str(pid), code]
+        _start([sys.executable, "-c", _INJECT, str(pid), code], pid)
+
+
+def run_inside(pid: int, script: Path) -> None:
+    """Let a process of Python 3.14 run a script on its main thread, between two lines (PEP 768).
+
+    Raises:
+        DoctorError: It cannot be asked.
+    """
+    _start([f"/proc/{pid}/exe", "-Ic", _REMOTE_EXEC, str(pid), str(script)], pid)
+
+
+def _start(command: Sequence[str], pid: int) -> None:
     done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
@@ -439,7 +451,7 @@ def _inject(pid: int, directory: str) -> None:
     if done.returncode != 0 or refused:
         reason = (refused or output[-1:] or ["no reason was given"])[0].strip()
         raise DoctorError(
-            f"debugpy could not be injected into {pid}: {reason}",
+            f"no code can be loaded into process {pid}: {reason}",
             "ptrace must be allowed: run as the same user, see /proc/sys/kernel/yama/ptrace_scope",
         )
 

@@ -145,16 +145,38 @@ def become(torch: Any) -> None:
     """Open this rank's files and start recording, once."""
     if rank.current() is not None:
         return
+    restart = environment_int("TORCHELASTIC_RESTART_COUNT") or 0
+    state = open_rank(torch, restart, joined=_joining_line())
+    if state is None:
+        return
+    observe(state)
+    stem = rank_stem(torch.distributed.get_rank(), state.restart)
+    exits.watch_fatal_signals(os.path.join(run_directory(), stem + ".fault"))
+    start_recording(state)
+    watch.start()
+    atexit.register(rank.end)
+
+
+def open_rank(torch: Any, restart: int, *, joined: Location | None = None) -> RankState | None:
+    """Open this rank's files and follow its steps and collectives.
+
+    Args:
+        torch: The module.
+        restart: The attempt.
+        joined: The line that joined the process group.
+
+    Returns:
+        The rank. None if its files cannot be written.
+    """
     distributed = torch.distributed
     number, world_size = distributed.get_rank(), distributed.get_world_size()
     local_rank = environment_int("LOCAL_RANK")
-    restart = environment_int("TORCHELASTIC_RESTART_COUNT") or 0
-    started, joined = time.time_ns(), _joining_line()
+    started = time.time_ns()
     try:
         page, journal, restart = _open(number, world_size, local_rank, restart, started)
     except OSError as error:
         rank.warn(f"rank {number} cannot write to the run directory: {error}")
-        return
+        return None
     hot.use_torch(torch)
     recorder = Recorder(page, journal)
     tracker = StepTracker(recorder, optimizers.were_made)
@@ -209,12 +231,13 @@ def become(torch: Any) -> None:
     with contextlib.suppress(OSError, ValueError):
         flight = Flight(run_directory(), stem + ".flight.json", ring, tracker)
         recorder.each_round.append(flight.look)
-    observe(state)
-    exits.watch_fatal_signals(stem + ".fault")
-    tracker.page_phase(Phase.STARTING)
-    recorder.start()
-    watch.start()
-    atexit.register(rank.end)
+    return state
+
+
+def start_recording(state: RankState) -> None:
+    """Start the thread that writes the records, once all observers have subscribed."""
+    state.tracker.page_phase(Phase.STARTING)
+    state.recorder.start()
 
 
 @shield.shielded
@@ -255,10 +278,7 @@ def observe(state: RankState) -> None:
         subscribe(RandomNumbers(state))
     subscribe(buffers.Evaluations(state))
     subscribe(Loops(state))
-    with contextlib.suppress(OSError, ValueError):
-        profiles = Profiles(state, run_directory())
-        subscribe(profiles)
-        state.recorder.each_round.append(profiles.look)
+    observe_speed(state)
     subscribe(Samples(state))
     subscribe(Models(state))
     subscribe(Changes(state, replicas))
@@ -273,13 +293,21 @@ def observe(state: RankState) -> None:
             subscribe(capsules.Trained(state))
         if os.environ.get(CAPSULE):
             subscribe(capsules.Capsules(state))
+    # It comes after the observers that it paces.
+    subscribe(pacing)
+
+
+def observe_speed(state: RankState) -> None:
+    """Let observers follow what needs no record of the job's beginning: stacks and memory."""
+    with contextlib.suppress(OSError, ValueError):
+        profiles = Profiles(state, run_directory())
+        subscribe(profiles)
+        state.recorder.each_round.append(profiles.look)
     memory = Memory(state)
     subscribe(memory)
     # Shapes of batches explain the memory of a GPU alone. It wakes once it sees one.
     memory.rest("batch_fetched")
     state.recorder.each_second.append(memory.write)
-    # It comes after the observers that it paces.
-    subscribe(pacing)
 
 
 def _open(

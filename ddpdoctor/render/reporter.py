@@ -112,7 +112,10 @@ def _size_text(run: Run) -> str:
     if not ranks:
         unwatched = run.supervisor.first(UnwatchedRecord)
         why = unwatched.why if unwatched is not None else ""
-        return f"no rank was watched: {why}" if why else "no rank joined a process group"
+        nobody = "no rank was watched"
+        return (
+            f"{nobody}: {why}" if why else nobody if run.late else "no rank joined a process group"
+        )
     seen = {rank.rank for rank in ranks}
     world = max((rank.status.world_size for rank in ranks if rank.status is not None), default=0)
     of = f" of {world}" if world > len(seen) else ""
@@ -152,6 +155,8 @@ def _ending_text(run: Run) -> str:
     status = run.exit_status
     if status is None:
         return ""
+    if run.late:
+        return " watched" if run.ranks else ""
     if status == 0:
         return "; the job succeeded"
     if run.ended_for_hang:

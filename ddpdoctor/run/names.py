@@ -26,6 +26,7 @@ VITALS = "vitals.jsonl"
 PROFILES = "profiles"  # Directory with a directory for each call of `ddpdoctor profile`
 
 CODE = "code.json"  # The code of the job (`ddpdoctor.run.code_version`)
+LOCK = "lock"  # The file in a run directory that its supervisor holds
 CONTROL = "control"  # The supervisor's socket for its ranks
 
 

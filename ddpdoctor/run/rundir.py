@@ -27,6 +27,7 @@ from ddpdoctor.core import opening
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.formatting import shown
 from ddpdoctor.core.opening import ask_as, stranger, whose
+from ddpdoctor.run.names import LOCK
 
 MAX_RUNS = 20
 """Maximum number of runs in the base directory. The oldest finished ones are removed first."""
@@ -34,7 +35,6 @@ MAX_RUNS = 20
 MAX_SERIES = 5  # Maximum number of directories of `ddpdoctor scale`, each with many runs
 
 MANIFEST = "run.json"
-LOCK = "lock"
 LATEST = "latest"
 
 STDERR = "stderr.log"  # The end of the job's stderr, written once the job has ended

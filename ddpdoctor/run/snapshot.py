@@ -257,6 +257,11 @@ class Run:
         return self.stderr + self.stderr_elsewhere
 
     @property
+    def late(self) -> bool:
+        """Whether the probe started while the job ran (`ddpdoctor attach --probe`)."""
+        return self.manifest.get("launcher") == "attach"
+
+    @property
     def heard(self) -> Run:
         """The run without the ranks of nodes that do not respond."""
         lost = tuple(node.place for node in self.nodes if node.state == "lost")

@@ -713,7 +713,9 @@ class _Target:
             return
         self.state = read_state(self.pid)
         if self.declared is None:
-            self.trouble = "takes no stack requests: not on Linux, or without a free signal"
+            self.trouble = (
+                "takes no stack requests: not on Linux, without a free signal, or watched late"
+            )
 
     def stacks(self, waited: float) -> RankStacks:
         """Return the result after ``waited`` seconds."""

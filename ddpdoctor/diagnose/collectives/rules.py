@@ -17,6 +17,7 @@ from ddpdoctor.run.reported import event
     detect=stands_still,
     supersedes={"DDP803": came_first, "DDP804": brings_about},
     lapses=event,
+    late=True,
 )
 class CollectiveUnderRankGuard:
     """A collective is called by some ranks only, under a condition on the rank.
@@ -51,7 +52,9 @@ class CollectiveUnderRankGuard:
     """
 
 
-@rule("DDP803", "different-collectives", Severity.ERROR, detect=stands_still, lapses=event)
+@rule(
+    "DDP803", "different-collectives", Severity.ERROR, detect=stands_still, lapses=event, late=True
+)
 class DifferentCollectives:
     """Ranks call different collectives where they should call the same one.
 
@@ -90,6 +93,7 @@ class DifferentCollectives:
     detect=stands_still,
     supersedes={"DDP803": ended_by},
     lapses=event,
+    late=True,
 )
 class GroupsInDifferentOrder:
     """Ranks use two process groups in different order and wait for each other.

@@ -228,7 +228,7 @@ def register_table() -> None:
             RULES[code] = replace(known, beside=crashes, yields_to=yields_to)
 
 
-@rule("DDP901", "exception", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY)
+@rule("DDP901", "exception", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY, late=True)
 class Exception:
     """A rank raised an exception, and the job failed because of it.
 
@@ -258,7 +258,7 @@ class Exception:
     """
 
 
-@rule("DDP902", "killed", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY)
+@rule("DDP902", "killed", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY, late=True)
 class Killed:
     """A rank was killed from outside.
 
@@ -283,7 +283,7 @@ class Killed:
     """
 
 
-@rule("DDP903", "out-of-memory", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY)
+@rule("DDP903", "out-of-memory", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY, late=True)
 class OutOfMemory:
     """The out-of-memory killer ended a rank.
 

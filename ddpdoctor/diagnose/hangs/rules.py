@@ -105,7 +105,7 @@ def _lapses(finding: Finding, run: Run) -> Lapsed | None:
     return hang(finding, run) if NEVER_ENDS in finding.message else None
 
 
-@rule("DDP802", "never-joined", Severity.ERROR, detect=stands_still, lapses=hang)
+@rule("DDP802", "never-joined", Severity.ERROR, detect=stands_still, lapses=hang, late=True)
 class NeverJoined:
     """A rank does something else while the other ranks wait for it in a collective.
 
@@ -135,7 +135,7 @@ class NeverJoined:
     """
 
 
-@rule("DDP805", "stopped", Severity.ERROR, detect=stands_still, lapses=hang)
+@rule("DDP805", "stopped", Severity.ERROR, detect=stands_still, lapses=hang, late=True)
 class Stopped:
     """A rank's process is stopped.
 
@@ -158,7 +158,7 @@ class Stopped:
     """
 
 
-@rule("DDP806", "disk-sleep", Severity.ERROR, detect=stands_still, lapses=hang)
+@rule("DDP806", "disk-sleep", Severity.ERROR, detect=stands_still, lapses=hang, late=True)
 class DiskSleep:
     """A rank waits in the kernel for a disk or a device.
 
@@ -182,7 +182,7 @@ class DiskSleep:
     """
 
 
-@rule("DDP807", "endless-loop", Severity.ERROR, detect=stands_still, lapses=hang)
+@rule("DDP807", "endless-loop", Severity.ERROR, detect=stands_still, lapses=hang, late=True)
 class EndlessLoop:
     """A rank runs in a Python loop that cannot end.
 
@@ -210,7 +210,7 @@ class EndlessLoop:
     """
 
 
-@rule("DDP808", "waits-for-input", Severity.ERROR, detect=stands_still, lapses=hang)
+@rule("DDP808", "waits-for-input", Severity.ERROR, detect=stands_still, lapses=hang, late=True)
 class WaitsForInput:
     """A rank waits for keyboard input.
 
@@ -234,7 +234,7 @@ class WaitsForInput:
     """
 
 
-@rule("DDP809", "waits-for-loader", Severity.ERROR, detect=stands_still, lapses=hang)
+@rule("DDP809", "waits-for-loader", Severity.ERROR, detect=stands_still, lapses=hang, late=True)
 class WaitsForLoader:
     """A rank waits for a DataLoader that delivers no batch.
 
@@ -260,7 +260,7 @@ class WaitsForLoader:
     """
 
 
-@rule("DDP810", "holds-the-gil", Severity.ERROR, detect=stands_still, lapses=hang)
+@rule("DDP810", "holds-the-gil", Severity.ERROR, detect=stands_still, lapses=hang, late=True)
 class HoldsTheGil:
     """A rank is in native code that blocks all of its other Python threads.
 
@@ -310,7 +310,7 @@ class StillStarting:
     """
 
 
-@rule("DDP812", "died-unnoticed", Severity.ERROR, detect=stands_still, lapses=hang)
+@rule("DDP812", "died-unnoticed", Severity.ERROR, detect=stands_still, lapses=hang, late=True)
 class DiedUnnoticed:
     """A rank died, and its launcher continues without it.
 
@@ -363,7 +363,7 @@ class WaitsForRanks:
     """
 
 
-@rule("DDP814", "stands-still", Severity.WARNING, detect=stands_still, lapses=hang)
+@rule("DDP814", "stands-still", Severity.WARNING, detect=stands_still, lapses=hang, late=True)
 class StandsStill:
     """The job makes no progress, and no rank is to blame.
 

@@ -55,7 +55,7 @@ def _caught_up(finding: Finding, run: Run) -> Lapsed | None:
     return None if any(still_slower(run, rank) for rank in finding.ranks) else pace(finding, run)
 
 
-@rule("DDP610", "straggler", Severity.WARNING, lapses=_caught_up)
+@rule("DDP610", "straggler", Severity.WARNING, lapses=_caught_up, late=True)
 def straggler(run: Run) -> Iterator[Finding]:
     """One rank is slower than the others, and they wait for it.
 
@@ -196,7 +196,7 @@ def _median_wait(steps: Sequence[StepRecord], of_passes: bool) -> DataWait:
     )
 
 
-@rule("DDP611", "data-bound", Severity.WARNING, lapses=pace)
+@rule("DDP611", "data-bound", Severity.WARNING, lapses=pace, late=True)
 def data_bound(run: Run) -> Iterator[Finding]:
     """The ranks wait for data for more than a fifth of every step.
 

@@ -101,7 +101,9 @@ def _same_rank(cause: Finding, effect: Finding) -> bool:
 _ENDS = {"DDP903": _same_rank, "DDP928": _same_rank, "DDP934": _same_rank}
 
 
-@rule("DDP620", "memory-grows", Severity.WARNING, lapses=pace, twice=True, yields_to=_ENDS)
+@rule(
+    "DDP620", "memory-grows", Severity.WARNING, lapses=pace, twice=True, yields_to=_ENDS, late=True
+)
 def memory_grows(run: Run) -> Iterator[Finding]:
     """The memory of a rank grows in each step, until it runs out.
 
@@ -238,7 +240,7 @@ def _time(found: Grows, left: int) -> str:
     return f", {duration(left * (points[-1].time - points[0].time) / steps / 1e9)}"
 
 
-@rule("DDP621", "worker-memory-grows", Severity.WARNING, lapses=pace, twice=True)
+@rule("DDP621", "worker-memory-grows", Severity.WARNING, lapses=pace, twice=True, late=True)
 def worker_memory_grows(run: Run) -> Iterator[Finding]:
     """The memory of a DataLoader's workers grows as they read the data set.
 

@@ -101,6 +101,18 @@ def _load() -> None:
     process.start()
 
 
+def start_late(directory: str) -> None:
+    """Start the probe in a rank that runs already (`ddpdoctor.probe.late`)."""
+
+    def load() -> None:
+        with _FromLibrary():
+            _load_package()
+            from ddpdoctor.probe import late
+        late.start(directory)
+
+    _safely(load)
+
+
 class _FromLibrary:
     """Find modules of Python's library even if the job has files with these names.
 

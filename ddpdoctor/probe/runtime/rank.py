@@ -64,6 +64,7 @@ active: StepTracker | None = None
 is_tracing: Callable[[], bool] = bool
 """``torch.compiler.is_dynamo_compiling`` once this process is a rank. Dynamo knows its result."""
 
+directory = ""  # the run directory of a probe that started late
 _warned = False
 _MAX_EARLY = 256
 
@@ -91,8 +92,8 @@ def add(record: Record, most: int, once: object = None) -> None:
 
 
 def run_directory() -> str:
-    """Return the run directory that the supervisor has set in the environment."""
-    return os.environ["DDPDOCTOR_RUN_DIR"]
+    """Return the run directory, which the supervisor has set in the environment."""
+    return directory or os.environ["DDPDOCTOR_RUN_DIR"]
 
 
 def warn(message: str) -> None:
@@ -182,6 +183,13 @@ def forget() -> None:
     sites.forget()
     events.forget()
     shield.report_to(None)
+
+
+def leave() -> None:
+    """End this rank while its process goes on, and close its files."""
+    end()
+    forget()
+    _inherited.clear()
 
 
 _inherited: list[RankState] = []

@@ -100,6 +100,17 @@ def pipeline_ranks(stage: Any) -> list[int]:
     return list(distributed.get_process_group_ranks(stage.group or distributed.group.WORLD))
 
 
+def calls_begun(torch: Any) -> int | None:
+    """Return how many collectives the default process group has begun. None if not known.
+
+    ``_get_sequence_number_for_group`` (1.9 to 2.15) counts them on the host.
+    """
+    try:
+        return int(torch.distributed.group.WORLD._get_sequence_number_for_group())
+    except (AttributeError, RuntimeError):
+        return None
+
+
 def is_reduced(stage: Any) -> bool:
     """Return whether a stage's module is a DDP module that other ranks have, too."""
     return torch_private.is_ddp(stage.submod) and len(group_ranks(stage.submod)) > 1

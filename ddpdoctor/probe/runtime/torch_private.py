@@ -100,6 +100,9 @@ def inside_forward(ddp_class: Any) -> Any:
     return getattr(ddp_class, "_inside_ddp_forward", None)
 
 
+SAMPLE_RATE = 100  # torch's own interval of timed iterations
+
+
 def sample(ddp: Any, every: int) -> None:
     """Set the interval of DDP's timed iterations: ``_set_ddp_runtime_logging_sample_rate``.
 
