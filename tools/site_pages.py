@@ -205,7 +205,8 @@ def rule_page(code: str) -> str:
     messages = [each for failure in TABLE if failure.code == code for each in _messages(failure)]
     if messages:
         lines += ["", "## Messages", "", "Recognised in a log by, for example:", ""]
-        lines += [f"- {_quoted(message)}" for message in messages]
+        # The search weighs the words of headings most.
+        lines += [f"### {_quoted(message)}\n" for message in messages]
     return _linked("\n".join(lines) + "\n", code, known)
 
 

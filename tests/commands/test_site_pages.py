@@ -44,7 +44,7 @@ def test_an_example_is_code() -> None:
 
 
 def test_a_failure_is_found_by_the_text_of_its_error() -> None:
-    assert "NCCL WARN Duplicate GPU detected" in rule_page("DDP203")
+    assert "\n### `init.cc:943 NCCL WARN Duplicate GPU detected" in rule_page("DDP203")
     index = PAGES["errors.md"]
     codes = {failure.code for failure in TABLE} - {"DDP900"}
     assert all(f"](rules/{code}.md) |" in index for code in codes)
