@@ -219,8 +219,7 @@ def _debugged(rows: Sequence[RankRow], facts: VerdictFacts) -> Verdict | None:
     what = f"{'are' if len(held) > 1 else 'is'} in the debugger"
     if len(held) == 1 and held[0].said:
         what = held[0].said
-    stopped = held[0].said.startswith(("has stopped", "waits"))
-    others = stopped and any(row.state == "running" for row in rows)
+    others = held[0].held and any(row.state == "running" for row in rows)
     waiting = ": the others wait for it" if others else ""
     return _verdict(f"{_named(held)} {what}{waiting}", "info", held[0])
 

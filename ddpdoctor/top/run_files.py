@@ -222,6 +222,9 @@ class StampAges:
         return ticks - since
 
 
+_HELD = {"waits": "waits for a debugger", "stopped": "has stopped in the debugger"}
+"""States of a rank that does not run because of the debugger, in words."""
+
 MAX_FINDINGS = 500  # Maximum number of kept findings, the newest ones
 
 
@@ -303,18 +306,18 @@ class SupervisorEvents:
     def debugged(self, rank: int) -> str:
         """Describe a rank's state in the debugger, as the end of a sentence. Empty without one."""
         record = self.debug.get(rank)
-        words = {
-            "waits": "waits for a debugger",
-            "stopped": "has stopped in the debugger",
-            "attached": "is in the debugger",
-            "running": "is in the debugger",
-        }.get("" if record is None else record.state, "")
-        if record is None or not words or not record.at or words.startswith("is"):
-            return words
-        return f"{words} at {without_control_characters(record.at.rpartition('/')[2])}"
+        if record is None or record.state not in _HELD:
+            attached = record is not None and record.state in ("attached", "running")
+            return "is in the debugger" if attached else ""
+        at = without_control_characters(record.at.rpartition("/")[2])
+        return f"{_HELD[record.state]} at {at}" if at else _HELD[record.state]
+
+    def holds(self, rank: int) -> bool:
+        """Return whether a rank does not run because of the debugger."""
+        return rank in self.debug and self.debug[rank].state in _HELD
 
     @property
-    def held(self) -> tuple[int, ...]:
+    def waiting(self) -> tuple[int, ...]:
         """Ranks that wait for a debugger."""
         return tuple(rank for rank, each in self.debug.items() if each.state == "waits")
 

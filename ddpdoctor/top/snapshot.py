@@ -77,6 +77,7 @@ class RankRow(Part):
     pid: int | None = None
     state: str = "running"
     """``starting``, ``running``, ``stale``, ``debugger``, ``ended`` or ``dead``."""
+    held: bool = False  # It does not run because of the debugger
     said: str = ""  # The state in words: why the rank died, or what holds it
     phase: str = ""
     since: float | None = None  # Seconds in the phase

@@ -151,6 +151,7 @@ def test_a_rank_in_the_debugger_says_so(make: Make) -> None:
     run.beat([0], phase=Phase.BACKWARD, ago=90)
     snapshot = source.read(ALL)
     assert snapshot.ranks[0].state == "debugger" and snapshot.ranks[0].debug_port == 5679
+    assert [row.held for row in snapshot.ranks] == [True, False]
     assert snapshot.verdict.text == (
         "rank 1 has stopped in the debugger at train.py:40: the others wait for it"
     )
