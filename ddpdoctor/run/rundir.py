@@ -213,14 +213,15 @@ def publish(path: Path) -> None:
         OSError: The disk refuses it.
         DoctorError: The base directory belongs to another user.
     """
-    base = private_base()
+    base, name = private_base(), path.name
     if path.parent in _bases():
         base = path.parent
-        link = base / f".{LATEST}-{path.name}"
-        link.symlink_to(path.name)
-        os.replace(link, base / LATEST)
     else:
-        (base / _fresh_name()).symlink_to(path)
+        name = _fresh_name()
+        (base / name).symlink_to(path)
+    link = base / f".{LATEST}-{name}"
+    link.symlink_to(name)
+    os.replace(link, base / LATEST)
     _prune(base, path)
 
 
@@ -348,8 +349,9 @@ class Lock:
 
 def _prune(base: Path, current: Path) -> None:
     entries = sorted(_entries(base))
+    kept = LATEST, os.readlink(base / LATEST)
     for link in base.iterdir():
-        if link.is_symlink() and link.name != LATEST and not is_live(link):
+        if link.is_symlink() and link.name not in kept and not is_live(link):
             link.unlink(missing_ok=True)
     runs = [entry for entry in entries if not entry.is_symlink()]
     surplus = len(runs) - MAX_RUNS

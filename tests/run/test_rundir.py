@@ -318,9 +318,10 @@ def test_a_chosen_directory_is_found_while_it_lives(base: Path) -> None:
     lock = rundir.Lock(path)
     rundir.publish(path)
     assert rundir.live() == [path]
-    assert not (base / rundir.LATEST).exists()
+    assert rundir.find(rundir.LATEST) == path
     lock.close()
     assert rundir.live() == []
+    assert rundir.find(rundir.LATEST) == path
     other = published()
     assert {entry.name for entry in base.iterdir()} == {other.name, rundir.LATEST}
     assert path.exists()
