@@ -38,7 +38,7 @@ from ddpdoctor.supervise.keepers import Keepers
 from ddpdoctor.supervise.notify import Notifications
 from ddpdoctor.supervise.rank_processes import RankWatch, Unwatched, bare_option, why_unwatched
 from ddpdoctor.supervise.scheduler import Scheduler
-from ddpdoctor.supervise.tracking import Tracking
+from ddpdoctor.supervise.tracking import Tracking, is_first
 
 if TYPE_CHECKING:
     from ddpdoctor.run.reader import RunReader
@@ -327,7 +327,7 @@ class RunWatch:
                 chosen=self._command.own.run_dir,
             )
             self._watches["the link watch"] = LinkWatch(self.write)
-        if (targets := self._command.own.log_to) and os.environ.get("SLURM_PROCID", "0") == "0":
+        if (targets := self._command.own.log_to) and is_first(os.environ):
             self._tracking = self._guarded(
                 _TRACKERS, Tracking, directory, targets, self._reporter.say
             )

@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ddpdoctor.core.commands import in_own_process
@@ -20,6 +20,14 @@ from ddpdoctor.system.proc import readable
 
 END_TIMEOUT = 15.0  # Seconds to send the end of the run
 OUTPUT = "trackers.log"  # What the clients print, in the run directory
+
+
+_RANKS = "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"
+
+
+def is_first(environ: Mapping[str, str]) -> bool:
+    """Return whether this is the first of the supervisors that srun or mpirun has started."""
+    return all(environ.get(name, "0") == "0" for name in _RANKS)
 
 
 class Tracking:

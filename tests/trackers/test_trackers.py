@@ -17,6 +17,7 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.supervise.processes import Job
+from ddpdoctor.supervise.tracking import is_first
 from ddpdoctor.trackers import follow
 from ddpdoctor.trackers.base import file_name, open_tracker, text_of
 from ddpdoctor.trackers.follow import send_finished
@@ -170,6 +171,20 @@ def test_wandb_keeps_an_offline_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert lines[0].startswith("sent to wandb: wandb sync ")
     (file,) = tmp_path.rglob("*.wandb")
     assert b"ddpdoctor/step_seconds" in file.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("environ", "first"),
+    [
+        ({}, True),
+        ({"OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"}, True),
+        ({"OMPI_COMM_WORLD_RANK": "3", "PMIX_RANK": "3"}, False),
+        ({"PMI_RANK": "1"}, False),
+        ({"SLURM_PROCID": "1"}, False),
+    ],
+)
+def test_one_of_several_supervisors_sends_the_run(environ: dict[str, str], first: bool) -> None:
+    assert is_first(environ) is first
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
