@@ -322,6 +322,7 @@ run_python_code(int(sys.argv[1]), sys.argv[2], connect_debugger_tracing=False)
 """
 
 _REMOTE_EXEC = "import sys; sys.remote_exec(int(sys.argv[1]), sys.argv[2])"
+_PTRACE = "ptrace must be allowed: run as the same user, see /proc/sys/kernel/yama/ptrace_scope"
 _REFUSED = ("ptrace", "No symbol")  # In gdb's output, though its exit status is 0
 
 _JOIN = """
@@ -450,9 +451,9 @@ def _start(command: Sequence[str], pid: int) -> None:
     refused = [each for each in output if any(word in each for word in _REFUSED)]
     if done.returncode != 0 or refused:
         reason = (refused or output[-1:] or ["no reason was given"])[0].strip()
+        forbidden = any(word in reason for word in ("ptrace", "ermission", "not permitted"))
         raise DoctorError(
-            f"no code can be loaded into process {pid}: {reason}",
-            "ptrace must be allowed: run as the same user, see /proc/sys/kernel/yama/ptrace_scope",
+            f"no code can be loaded into process {pid}: {reason}", _PTRACE if forbidden else ""
         )
 
 

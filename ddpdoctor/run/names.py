@@ -76,6 +76,7 @@ def short_path(path: str) -> Iterator[str]:
 
 
 MARK = "DDPDOCTOR_RUN_ID"  # Marks a process of a job. ``outer/inner`` for a run within a run.
+RUN_DIRECTORY = "DDPDOCTOR_RUN_DIR"
 KEEPERS = "DDPDOCTOR_KEEPERS"  # The pids of the supervisor and its keepers: ``1,2,3``
 
 BUDGET = "DDPDOCTOR_OVERHEAD_BUDGET"

@@ -21,6 +21,7 @@ from ddpdoctor.core.formatting import count, named, shown
 from ddpdoctor.debug import attach_points
 from ddpdoctor.run import late_start
 from ddpdoctor.run.late_start import RankStart
+from ddpdoctor.run.names import RUN_DIRECTORY
 from ddpdoctor.system.proc import pause, readable
 
 POLL = 0.2  # Seconds between two looks at what the ranks have written
@@ -123,8 +124,11 @@ def main() -> int:
     # It ends as a job that is interrupted, so findings stay.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     pids = {int(rank): int(pid) for rank, pid in (word.split(":") for word in sys.argv[1:])}
+    directory = os.environ.get(RUN_DIRECTORY, "")
     try:
-        ranks = LateRanks(os.environ["DDPDOCTOR_RUN_DIR"], pids)
+        if not directory:
+            raise DoctorError("there is no run directory")
+        ranks = LateRanks(directory, pids)
         ranks.start()
         say(f"{count(len(pids), 'rank')} watched from now on; Ctrl-C ends the watch, not the job")
         ranks.wait()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import socket
 import time
 from collections import defaultdict
@@ -32,7 +33,8 @@ from ddpdoctor.diagnose.hangs.hang_snapshot import (
 )
 from ddpdoctor.diagnose.hangs.process_activity import MIN_STIR, doing
 from ddpdoctor.diagnose.source_files import brief, statement
-from ddpdoctor.run.names import MARK, MAX_WORLD_SIZE
+from ddpdoctor.run import rundir
+from ddpdoctor.run.names import MARK, MAX_WORLD_SIZE, RUN_DIRECTORY
 from ddpdoctor.run.records.supervisor import Frame, HangRecord, RankEvidence, RankStacks
 from ddpdoctor.run.snapshot import Records, Run
 from ddpdoctor.run.status import Phase
@@ -129,10 +131,13 @@ def find(pid: int | None) -> Job:
     else:
         jobs = _of(chosen, jobs) or _spawned(chosen)
     newest = max(jobs, key=lambda job: max(each.started for each in job.ranks.values()))
-    run = newest.environ.get(MARK, "").rpartition("/")[2]
-    if run:
+    if MARK in newest.environ:
+        # A chosen directory is named by its path.
+        run = Path(newest.environ.get(RUN_DIRECTORY, ""))
+        name = run.name if run.parent == rundir.base_directory() else str(run)
         raise DoctorError(
-            f"process {pid} is of the run {run} of ddpdoctor", f"ddpdoctor stacks {run}"
+            f"process {pid} is of the run {name} of ddpdoctor",
+            f"ddpdoctor stacks {shlex.quote(name)}",
         )
     return newest
 

@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from ddpdoctor.core.errors import DoctorError
+from ddpdoctor.run import rundir
 from ddpdoctor.run.names import MARK
 from ddpdoctor.stacks.capture import find_py_spy
 from ddpdoctor.supervise import unprobed
@@ -156,8 +157,18 @@ def test_what_is_no_rank_is_refused() -> None:
         unprobed.find(pid)
 
 
-def test_a_process_of_a_run_is_left_to_its_commands() -> None:
-    environ = {"RANK": "0", "WORLD_SIZE": "1", "DDPDOCTOR_RUN_ID": "20260101-1"}
+@pytest.mark.parametrize(
+    ("directory", "name"),
+    [
+        (rundir.base_directory() / "20260101-1", "20260101-1"),
+        ("/job/my runs", "'/job/my runs'"),
+    ],
+)
+def test_a_process_of_a_run_is_left_to_its_commands(directory: object, name: str) -> None:
+    environ = {
+        "RANK": "0", "WORLD_SIZE": "1", "DDPDOCTOR_RUN_ID": "1795857764-f32c",
+        "DDPDOCTOR_RUN_DIR": str(directory),
+    }  # fmt: skip
     with started([sys.executable, "-c", SLEEPS], **environ) as pid:
         refused: DoctorError | None = None
         deadline = time.monotonic() + LIMIT
@@ -168,7 +179,7 @@ def test_a_process_of_a_run_is_left_to_its_commands() -> None:
                 unprobed.find(pid)
             except DoctorError as error:
                 refused = error
-        assert refused.hint == "ddpdoctor stacks 20260101-1"
+        assert refused.hint == f"ddpdoctor stacks {name}"
 
 
 def test_the_kernel_says_when_a_process_ran_last() -> None:
