@@ -148,7 +148,7 @@ def _pace_lines(run: Run) -> Iterator[str]:
             shares.append(f"{name} {100 * share:.0f} %")
     yield f"{text}: {', '.join(shares)}" if shares else text
     for kind in sorted({unclocked(rank) for rank in run.last} - {""}):
-        yield f"these are times of the hosts: what an {kind} device does meanwhile is not known"
+        yield f"these are times of the hosts: what the {kind} device does meanwhile is not known"
 
 
 def _ending_text(run: Run) -> str:

@@ -324,7 +324,8 @@ def test_a_hang_is_explained_from_outside(
 ) -> None:
     monkeypatch.setattr(unprobed, "MIN_SILENCE", LONG)
     with torchrun(body) as pid:
-        look = seen(pid, lambda look: look.findings and look.still.ranks[0].joined)
+        # On a busy machine rank 1 may be in the last lines of init_process_group for seconds.
+        look = seen(pid, lambda look: look.findings and all(r.joined for r in look.still.ranks))
         (finding,) = look.findings
         assert (finding.code, finding.ranks) == (code, ranks), finding
         assert says in finding.message
