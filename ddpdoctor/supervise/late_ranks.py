@@ -9,8 +9,13 @@ environment.
 
 from __future__ import annotations
 
-import os
 import signal
+
+if __name__ == "__main__":
+    # It ends as a job that is interrupted, so findings stay.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -121,8 +126,6 @@ def say(text: str) -> None:
 
 def main() -> int:
     """Start the probe in the ranks of the command line."""
-    # It ends as a job that is interrupted, so findings stay.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     pids = {int(rank): int(pid) for rank, pid in (word.split(":") for word in sys.argv[1:])}
     directory = os.environ.get(RUN_DIRECTORY, "")
     try:

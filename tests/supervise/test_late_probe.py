@@ -15,10 +15,15 @@ import pytest
 
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import Finding, Rule, Severity, examine
+from ddpdoctor.debug import attach_points
 from ddpdoctor.run import late_start
 from ddpdoctor.run.late_start import RankStart
+from ddpdoctor.run.mapped import RequestWriter
+from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.records.process import FaultRecord
 from ddpdoctor.run.rundir import Lock
-from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.snapshot import Rank, Run
+from ddpdoctor.supervise import unprobed
 from ddpdoctor.supervise.late_ranks import LateRanks
 from tests.conftest import LIMIT, Doctor
 from tests.supervise.test_unprobed import started
@@ -85,7 +90,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()))
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8)))
 optimizer = torch.optim.SGD(model.parameters(), 0.01)
 if "compile" in sys.argv:
     model = torch.compile(model, backend="eager")
@@ -101,6 +106,10 @@ while not os.path.exists("stop"):
         if rank == 0:
             with open("steps", "w") as file:
                 file.write(str(step))
+    if os.path.exists(given := f"inside-{os.getpid()}"):
+        with open(given) as file:
+            exec(file.read(), {})
+        os.remove(given)
     if rank == 1 and os.path.exists("fail"):
         raise ValueError("made to fail")
 """
@@ -166,6 +175,50 @@ def test_a_running_job_is_watched_and_goes_on(
         failed = third.finish()
         assert failed.status == 0, failed.stderr
         assert "DDP901: rank 1 raised ValueError: made to fail" in failed.stderr
+
+
+@pytest.mark.slow
+def test_the_probe_of_this_python_starts_late(
+    doctor: Doctor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job looks itself for what PEP 768 would run."""
+    script, folder = doctor.write("train.py", JOB), doctor.directory
+    monkeypatch.chdir(folder)
+    run = folder / "run"
+    run.mkdir()
+
+    def inside(pid: int, code: Path) -> None:
+        fresh = folder / "fresh"
+        fresh.write_text(code.read_text())
+        fresh.rename(folder / f"inside-{pid}")
+
+    monkeypatch.setattr(attach_points, "run_inside", inside)
+    with started(torchrun(sys.executable, script)) as launcher:
+        until(lambda: steps(folder), "no steps")
+        job = unprobed.find(launcher)
+        lock = Lock(run)
+        RequestWriter(str(run))
+        LateRanks(str(run), {rank: each.pid for rank, each in job.ranks.items()}).start()
+        (run / "run.json").write_text('{"format": 1, "launcher": "attach"}')
+
+        def seen() -> list[Rank]:
+            return list(RunReader(run).snapshot().ranks)
+
+        until(lambda: all(each.status and each.status.step > 300 for each in seen()), "no steps")
+        lock.close()
+        until(lambda: all(each.ended for each in seen()), "they do not end with the reader")
+        first, second = seen()
+        numbers = [[each.step for each in rank.steps] for rank in (first, second)]
+        assert numbers[0][:100] == numbers[1][:100] == list(range(100))
+        # Barriers, each 50th step of the job, have equal numbers and come in the same steps.
+        calls = [rank.ring.collectives for rank in (first, second) if rank.ring is not None]
+        names = [[(each.sequence, each.name) for each in rank[:5]] for rank in calls]
+        assert names[0] == names[1] == [(1 + each, "barrier") for each in range(5)]
+        assert not [each for rank in (first, second) for each in rank.records.of(FaultRecord)]
+        (folder / "fail").touch()
+        until(lambda: "ChildFailedError" in (folder / "stderr").read_text(), "it goes on")
+        # Neither a warning, nor a frame in the traceback of a rank.
+        assert "ddpdoctor" not in (folder / "stderr").read_text()
 
 
 @pytest.mark.slow

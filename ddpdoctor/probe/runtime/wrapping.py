@@ -164,10 +164,11 @@ def around(
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if compiled and (rank.is_tracing() or (idle and getattr(args[0], idle, True))):
+        if compiled and rank.is_tracing():
             return original(*args, **kwargs)
         begun = None
-        if rank.active is not None and hook not in off:
+        rests = idle and getattr(args[0], idle, True)
+        if rank.active is not None and hook not in off and not rests:
             try:
                 begun = begin(*args, **kwargs)
             except Exception as broken:
