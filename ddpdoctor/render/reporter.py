@@ -112,10 +112,9 @@ def _size_text(run: Run) -> str:
     if not ranks:
         unwatched = run.supervisor.first(UnwatchedRecord)
         why = unwatched.why if unwatched is not None else ""
-        nobody = "no rank was watched"
-        return (
-            f"{nobody}: {why}" if why else nobody if run.late else "no rank joined a process group"
-        )
+        if why or run.late:
+            return f"no rank was watched{why and f': {why}'}"
+        return "no rank joined a process group"
     seen = {rank.rank for rank in ranks}
     world = max((rank.status.world_size for rank in ranks if rank.status is not None), default=0)
     of = f" of {world}" if world > len(seen) else ""

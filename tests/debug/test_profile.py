@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ddpdoctor.debug import attach_points
 from tests.conftest import Doctor, Live, Result
 
 JOB = """
@@ -62,6 +63,8 @@ def start(doctor: Doctor, **environment: str) -> Live:
     job = str(doctor.write("train.py", JOB))
     live = doctor.start("--nproc-per-node", "2", "--", job, env=environment)
     live.wait_for_steps(2)
+    # The supervisor may be slower than the ranks to note their ports.
+    live.wait_for(lambda run: len(attach_points.live_ranks(run)) == 2)
     return live
 
 
