@@ -95,6 +95,8 @@ def main(words: Sequence[str]) -> int:
             raise PARSER.wrong(
                 "--probe is for jobs that run without ddpdoctor", "name a PID, or --job"
             )
+        if "--for" in given:
+            raise PARSER.wrong("--probe lasts until Ctrl-C", "leave out --for")
         return _probe(int(name) if name is not None else None)
     if is_of_job(name, given):
         return _examine(int(name) if name is not None else None, given)
