@@ -154,7 +154,7 @@ _IN_WORKER = re.compile(r"Caught \w+ in (DataLoader worker process \d+)")
 
 
 def is_consequence(record: ErrorRecord) -> bool:
-    """Return whether a rank failed only because another one did, or because it was asked to stop."""
+    """Return whether a rank failed only after another one, or because it was asked to stop."""
     name = record.exception
     wrapper = name.rpartition(".")[2] in _WRAPPERS
     return wrapper or _is_sigint(name, record.traceback) or _lost_peer(record)
