@@ -84,24 +84,40 @@ def words_of(nodes: Iterable[ast.AST]) -> Words:
         # A first `main = None` says nothing.
         if name and not isinstance(value, ast.Constant):
             given.setdefault(name, []).append(value)
+    named = {name: [_words_in(value) for value in values] for name, values in given.items()}
     words, before = Words(), None
     # Repeat for names that are set to another such name.
     for _ in range(3):
         if words == before:
             break
         before = words
+        about = {
+            name: given[name]
+            for name, several in named.items()
+            if all(any(map(words.know, each)) for each in several)
+        }
         numbers = {
             name
-            for name, each in given.items()
+            for name, each in about.items()
             if all(_value(value, 3, words) in (3, "3") for value in each)
         }
         conditions = {
             name
-            for name, each in given.items()
+            for name, each in about.items()
             if all(_is_condition(value) and discerns(value, words) for value in each)
         }
         words |= Words(frozenset(numbers), frozenset(conditions - numbers))
     return words
+
+
+def _words_in(value: ast.expr) -> set[str]:
+    """Return the names and texts in an expression."""
+    return {
+        each.value if isinstance(each, ast.Constant) else last_name(each)
+        for each in ast.walk(value)
+        if isinstance(each, (ast.Name, ast.Attribute))
+        or (isinstance(each, ast.Constant) and isinstance(each.value, str))
+    }
 
 
 def _assignments(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
@@ -201,6 +217,7 @@ def _about_rank(node: ast.AST, words: Words) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str) and _says_rank(node.value)
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def _says_rank(name: str) -> bool:
     about = _CONDITION.search(name) or _NUMBER.search(name)
     return bool(about) and name.isidentifier() and not OTHER_RANK.search(name)

@@ -36,27 +36,40 @@ def _groups(code: Code) -> list[tuple[ast.AST, bool]]:
 
 
 def _guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:
+    """Return the conditions on the rank of a node. They are its own step, then those above it."""
+    steps: list[ast.AST] = []
+    inner: ast.AST | None = node
+    while inner is not None and inner not in code.steps:
+        steps.append(inner)
+        inner = code.parents.get(inner)
+    found = code.steps[inner] if inner is not None else []
+    for each in reversed(steps):
+        parent = code.parents.get(each)
+        if parent is not None:
+            outer = [] if isinstance(parent, (*FUNCTIONS, ast.Lambda)) else found
+            own = _step(code, parent, each)
+            found = [*own, *outer] if own else outer
+        code.steps[each] = found
+    return found
+
+
+def _step(code: Code, parent: ast.AST, inner: ast.AST) -> list[tuple[ast.AST, bool]]:
+    """Return the conditions on the rank under which a node runs one of its parts."""
     found: list[tuple[ast.AST, bool]] = []
-    inner = node
-    for each in code.above(node):
-        if isinstance(each, (ast.If, ast.IfExp)) and inner is not each.test:
-            body = each.body if isinstance(each.body, list) else [each.body]
-            if code.discerns(each.test):
-                found.append((each, inner in body))
-        elif isinstance(each, ast.BoolOp) and inner in each.values:
-            before = each.values[: each.values.index(inner)]
-            for test in before:
-                if code.discerns(test):
-                    found.append((each, isinstance(each.op, ast.And)))
-        elif any(map(code.discerns, _other_tests(code, each, inner))):
-            found.append((each, True))
-        elif isinstance(each, FUNCTIONS):
-            found += [(each, True) for one in each.decorator_list if runs_on_one_rank(one)]
-        if isinstance(inner, ast.stmt):
-            found += _left_above(code, each, inner)
-        if isinstance(each, (*FUNCTIONS, ast.Lambda)):
-            break
-        inner = each
+    if isinstance(parent, (ast.If, ast.IfExp)) and inner is not parent.test:
+        body = parent.body if isinstance(parent.body, list) else [parent.body]
+        if code.discerns(parent.test):
+            found.append((parent, inner in body))
+    elif isinstance(parent, ast.BoolOp) and inner in parent.values:
+        before = parent.values[: parent.values.index(inner)]
+        is_and = isinstance(parent.op, ast.And)
+        found += [(parent, is_and) for test in before if code.discerns(test)]
+    elif any(map(code.discerns, _other_tests(code, parent, inner))):
+        found.append((parent, True))
+    elif isinstance(parent, FUNCTIONS):
+        found += [(parent, True) for one in parent.decorator_list if runs_on_one_rank(one)]
+    if isinstance(inner, ast.stmt):
+        found += _left_above(code, parent, inner)
     return found
 
 

@@ -145,13 +145,18 @@ class Code:
     calls_by_name: dict[str, list[ast.Call]] = field(default_factory=dict)
     loads: dict[str, list[ast.Name | ast.Attribute]] = field(default_factory=dict)
     guards: dict[ast.AST, list[tuple[ast.AST, bool]]] = field(default_factory=dict, repr=False)
+    steps: dict[ast.AST, list[tuple[ast.AST, bool]]] = field(default_factory=dict, repr=False)
     _scopes: dict[ast.AST, ast.AST] = field(default_factory=dict, repr=False)
+    _function: dict[ast.AST, ast.FunctionDef | ast.AsyncFunctionDef | None] = field(
+        default_factory=dict, repr=False
+    )
     _by_type: dict[type, list[Any]] = field(default_factory=lambda: defaultdict(list), repr=False)
     _children: dict[ast.AST, list[ast.AST]] = field(default_factory=dict, repr=False)
     _inside: dict[ast.AST, list[ast.AST]] = field(default_factory=dict, repr=False)
     _mentioned: dict[ast.AST, set[str]] = field(default_factory=dict, repr=False)
     _discerned: dict[ast.expr, bool] = field(default_factory=dict, repr=False)
     _calls_of: dict[str, list[ast.Call]] = field(default_factory=dict, repr=False)
+    _seen: dict[ast.AST, tuple[list[Item], bool]] = field(default_factory=dict, repr=False)
     _set: dict[tuple[ast.AST, str], list[Item]] = field(default_factory=lambda: defaultdict(list))
     _attributes: dict[str, list[Item]] = field(default_factory=lambda: defaultdict(list))
 
@@ -161,9 +166,11 @@ class Code:
         for node in self.nodes:
             children = self._children[node] = _parts(node)
             outer = self._scopes.get(node, self.tree)
+            function = node if isinstance(node, FUNCTIONS) else self._function.get(node)
             for child in children:
                 self.parents[child] = node
                 self._scopes[child] = node if _is_scope_of(node, child) else outer
+                self._function[child] = function
             self.nodes += children
         for node in self.nodes:
             self._by_type[type(node)].append(node)
@@ -247,10 +254,7 @@ class Code:
 
     def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
         """Return the function around a node. None at module level."""
-        for each in self.above(node):
-            if isinstance(each, FUNCTIONS):
-                return each
-        return None
+        return self._function.get(node)
 
     def owner(self, node: ast.AST) -> ast.ClassDef | None:
         """Return the class whose method a node is in."""
@@ -287,10 +291,27 @@ class Code:
                     stack += self._children[child][::-1]
         return known
 
-    def called(self, node: ast.AST, name: str) -> list[ast.Call]:
-        """Return the calls of a function or method within a block."""
-        calls = (each for each in self.within(node) if isinstance(each, ast.Call))
-        return [each for each in calls if last_name(each.func) == name]
+    def below(self, node: ast.AST) -> list[ast.AST]:
+        """Return a node and all nodes in it, outer ones first."""
+        found = [node]
+        for each in found:
+            found += self._children[each]
+        return found
+
+    def called(self, node: ast.AST, *names: str) -> list[ast.Call]:
+        """Return the calls of some functions or methods within a block, in order."""
+        calls = (call for each in names for call in self.calls_by_name.get(each, ()))
+        found = [each for each in calls if self._is_within(node, each)]
+        return sorted(found, key=lambda each: (each.lineno, each.col_offset))
+
+    def _is_within(self, block: ast.AST, node: ast.AST) -> bool:
+        """Return whether `within` lists a node of a block."""
+        for each in self.above(node):
+            if each is block:
+                return True
+            if isinstance(each, _NESTED):
+                break
+        return False
 
     def mentioned(self, block: ast.AST) -> set[str]:
         """Return the names and texts in a block, as the files of its imports define them."""
@@ -298,7 +319,7 @@ class Code:
         if known is None:
             names = {
                 str(each.value) if isinstance(each, ast.Constant) else last_name(each)
-                for each in ast.walk(block)
+                for each in self.below(block)
                 if isinstance(each, (ast.Name, ast.Attribute, ast.Constant))
             }
             known = {self.imports.get(name, name).rpartition(".")[2] for name in names}
@@ -311,8 +332,7 @@ class Code:
 
     def calls_of_dist(self, node: ast.AST, *names: str) -> list[ast.Call]:
         """Return the calls of some functions of torch.distributed within a block."""
-        calls = (each for each in self.within(node) if isinstance(each, ast.Call))
-        return [each for each in calls if self.is_dist(each, *names)]
+        return [each for each in self.called(node, *names) if self.is_dist(each, *names)]
 
     # -- names
 
@@ -358,11 +378,15 @@ class Code:
         """Return the calls of one of torch's functions or classes, under any imported name."""
         known = self._calls_of.get(name)
         if known is None:
-            local = {one for one, full in self.imports.items() if full.endswith(f".{name}")}
-            calls = (call for each in {name, *local} for call in self.calls_by_name.get(each, ()))
-            found = [each for each in calls if self.is_torch(each, name)]
+            found = [each for each in self.calls_named(name) if self.is_torch(each, name)]
             known = self._calls_of[name] = sorted(found, key=lambda each: each.lineno)
         return known
+
+    def calls_named(self, *names: str) -> Iterator[ast.Call]:
+        """Yield the calls of functions or classes of some names, also under an imported name."""
+        local = (one for one, full in self.imports.items() if full.rpartition(".")[2] in names)
+        for each in {*names, *local}:
+            yield from self.calls_by_name.get(each, ())
 
     @cached_property
     def names(self) -> frozenset[str]:
@@ -534,9 +558,13 @@ class Code:
         """Return the values of a name that a read may see, and whether one is always set before."""
         if not known or not isinstance(read.ctx, ast.Load) or self.scope(read) is not scope:
             return known, False
-        sets = {self.statement(each.node) for each in known}
-        found, always = reaching(self.parents.get, scope, read, sets)
-        return [each for each in known if self.statement(each.node) in found], always
+        seen = self._seen.get(read)
+        if seen is None:
+            sets = {self.statement(each.node) for each in known}
+            found, always = reaching(self.parents.get, scope, read, sets)
+            items = [each for each in known if self.statement(each.node) in found]
+            seen = self._seen[read] = items, always
+        return seen
 
     def _of_attribute(self, node: ast.Attribute) -> Iterator[tuple[Code, Item]]:
         for code in self.program.codes:
@@ -731,7 +759,7 @@ def programs(files: Iterable[SourceFile]) -> Iterator[Program]:
 
 def _imports(everything: Program) -> dict[Code, list[Code]]:
     """Return the files that each file imports. ``import_module`` may import all that remain."""
-    imports = {code: everything.imported_by(code) for code in everything.codes}
+    imports = {code: [*everything.imported_by(code)] for code in everything.codes}
     known = {other for several in imports.values() for other in several}
     loose = [each for each in everything.codes if each not in known and each.only_defines]
     for code, several in imports.items():
@@ -745,6 +773,7 @@ class Modules:
 
     def __init__(self, codes: Iterable[Code]) -> None:
         self.importers: dict[Code, list[Code]] = defaultdict(list)
+        self.imported: dict[Code, list[Code]] = {}
         self._named: dict[str, list[Code]] = defaultdict(list)
         self._found: dict[tuple[str, str], Code | None] = {}
         for code in codes:
@@ -801,6 +830,9 @@ class Program:
 
     def imported_by(self, code: Code) -> list[Code]:
         """Return the files of the program that a file imports from."""
+        known = self._modules.imported.get(code)
+        if known is not None:
+            return known
         found: dict[Code, None] = {}
         for full in code.imports.values():
             for name in (full, full.rpartition(".")[0]):
@@ -811,7 +843,7 @@ class Program:
             other = self._modules.find(code, module)
             if other is not None:
                 found[other] = None
-        return list(found)
+        return self._modules.imported.setdefault(code, list(found))
 
     def _named(self, code: Code, name: str, depth: int = 4) -> tuple[Code, str] | None:
         """Return the file that defines what a file imports under a name, and the name there."""

@@ -680,6 +680,7 @@ def _in_round(of_load: list[Loop], of_target: list[Loop]) -> bool:
 
 
 _TRACKERS = ("wandb.init", "mlflow.start_run", "logging.FileHandler")
+_OPENING = ("SummaryWriter", *(each.rpartition(".")[2] for each in _TRACKERS))
 
 
 @rule("DDP506", Severity.INFO, "unguarded-side-effect")
@@ -708,7 +709,7 @@ def unguarded_writer(code: Code) -> Iterator[Hit]:
     """
     if not code.program.wraps:
         return
-    for call in code.calls:
+    for call in code.calls_named(*_OPENING):
         if code.dotted(call.func) in _TRACKERS or last_name(call.func) == "SummaryWriter":
             texts = ast.unparse(call).lower()
             if "rank" in texts or "disabled" in texts or is_guarded(code, call):

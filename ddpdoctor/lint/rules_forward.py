@@ -219,8 +219,13 @@ def _made_of(code: Code, block: ast.AST, loss: ast.Call) -> set[int]:
 
 def _goes_around(code: Code, call: ast.Call) -> bool:
     """Return whether a call runs the module inside of DDP on all ranks, with gradients."""
-    if without_gradients(code, call) or guards(code, call):
-        return False
+    return (
+        _is_of_module(code, call) and not without_gradients(code, call) and not guards(code, call)
+    )
+
+
+def _is_of_module(code: Code, call: ast.Call) -> bool:
+    """Return whether a call runs the module inside of DDP."""
     node: ast.expr = call.func
     if _is_alias(code, node, call) or _holds_bare(code, node):
         return True

@@ -748,10 +748,11 @@ def unknown_function(code: Code) -> Iterator[Hit]:
     When it stays silent
         Names that resemble no known name.
     """
+    local = {one for one, full in code.imports.items() if full == "torch.distributed"}
     for node in code.of(ast.Attribute):
-        if not isinstance(node.ctx, ast.Load):
+        if last_name(node.value) not in (*local, "distributed") or node.attr in DISTRIBUTED:
             continue
-        if code.dotted(node.value) != "torch.distributed" or node.attr in DISTRIBUTED:
+        if code.dotted(node.value) != "torch.distributed" or not isinstance(node.ctx, ast.Load):
             continue
         close = difflib.get_close_matches(node.attr, DISTRIBUTED, n=1, cutoff=0.85)
         if close and not node.attr.startswith("_") and not _is_tested(code, node):

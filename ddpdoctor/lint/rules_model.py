@@ -225,10 +225,10 @@ def unsynchronized_batch_norm(code: Code) -> Iterator[Hit]:
     known = any(
         program.uses(name) for name in ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
     ) or any(
-        each.dotted(call.func).startswith("torchvision.models") and _WITH_NORM.match(name)
+        each.dotted(call.func).startswith("torchvision.models")
         for each in program.codes
-        for name, calls in each.calls_by_name.items()
-        for call in calls
+        for name in filter(_WITH_NORM.match, each.calls_by_name)
+        for call in each.calls_by_name[name]
     )
     for wrap in code.wraps[:1] if known else ():
         yield Hit(
@@ -310,7 +310,7 @@ def _is_optimizer(code: Code, call: ast.AST) -> bool:
 @rule("DDP311", Severity.WARNING)
 def optimizer_in_loop(code: Code) -> Iterator[Hit]:
     """Find optimizers that are made in the loop over batches."""
-    for call in (each for each in code.calls if _is_optimizer(code, each)):
+    for call in (each for each in code.calls_named(*_OPTIMIZERS) if _is_optimizer(code, each)):
         loops = code.loops(call)
         if not loops or not isinstance(loops[0], ast.For) or last_name(call.func) == "LBFGS":
             continue
@@ -551,7 +551,7 @@ def rank_only_weights(code: Code) -> Iterator[Hit]:
     """Find weights that only one rank loads after the model was wrapped."""
     apex = [
         each
-        for each in code.calls
+        for each in code.calls_named("DistributedDataParallel")
         if code.dotted(each.func) == "apex.parallel.DistributedDataParallel"
     ]
     for wrap in (*code.wraps, *apex):
@@ -822,13 +822,16 @@ def deprecated_argument(code: Code) -> Iterator[Hit]:
 @rule("DDP962", Severity.ERROR)
 def wrapper_attribute(code: Code) -> Iterator[Hit]:
     """Find attributes of the model that are read from its wrapper."""
-    if not code.wraps:
-        return
-    for name, loads in code.loads.items():
+    targets = {
+        last_name(target)
+        for wrap in code.wraps
+        for target in targets_of(code.statement(wrap))
+    }
+    for name, loads in code.loads.items() if targets else ():
         if name in WRAPPER or name.startswith("_"):
             continue
         for load in loads:
-            if not isinstance(load, ast.Attribute):
+            if not isinstance(load, ast.Attribute) or last_name(load.value) not in targets:
                 continue
             wrap = _only_wrapper(code, load.value)
             if wrap is None or under(code, load, *TELLS_DDP):
