@@ -74,7 +74,7 @@ def main(words: Sequence[str]) -> int:
         sys.stdout.reconfigure(errors="replace")
     if "--watch" in given:
         return _watch(given)
-    # Trees and their tables are used until the end: searching them for garbage takes a third longer.
+    # Syntax trees are used until the end, and searching them for garbage takes a third longer.
     gc.disable()
     if "--diff" in given:
         return _diff(given)

@@ -14,6 +14,7 @@ from typing import TypeAlias, TypeVar
 
 from ddpdoctor.core import opening
 from ddpdoctor.core.opening import whole
+from ddpdoctor.core.syntax import FUNCTIONS, LEAVING, LOOPS, NESTED, Loop, Tree, last_name, parts
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.training import SiteRecord
@@ -22,14 +23,8 @@ from ddpdoctor.run.snapshot import Run
 MAX_FILES = 64
 """Maximum number of the user's files that are read."""
 
-FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-
 T = TypeVar("T")
-Loop: TypeAlias = "ast.For | ast.AsyncFor | ast.While"
 Scope: TypeAlias = "ast.Module | ast.FunctionDef | ast.AsyncFunctionDef"
-LOOPS = (ast.For, ast.AsyncFor, ast.While)
-_SCOPES = (*FUNCTIONS, ast.Lambda, ast.ClassDef)
-LEAVING = (ast.Return, ast.Break, ast.Continue)
 
 
 def per_file(read: Callable[[str], T]) -> Callable[[str], T]:
@@ -102,12 +97,7 @@ def walk_scope(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
     for node in nodes:
         yield node
         if not isinstance(node, (*FUNCTIONS, ast.ClassDef)):
-            yield from walk_scope(ast.iter_child_nodes(node))
-
-
-def last_name(node: ast.AST) -> str:
-    """Return the last part of a dotted name, ``c`` of ``a.b.c``; empty for anything else."""
-    return str(getattr(node, "attr", getattr(node, "id", "")))
+            yield from walk_scope(parts(node))
 
 
 def covers(node: ast.stmt | ast.expr, line: int) -> bool:
@@ -158,20 +148,17 @@ def imported_files(path: str) -> tuple[str, ...]:
     return tuple(itertools.islice(filter(modified_at, files), MAX_FILES))
 
 
-class Source:
+class Source(Tree):
     """Loops, conditions and calls of one file, by line."""
 
     def __init__(self, tree: ast.Module) -> None:
-        self._nodes = list(ast.walk(tree))
-        self._parents = {
-            child: node for node in self._nodes for child in ast.iter_child_nodes(node)
-        }
+        super().__init__(tree)
         self._driven: dict[int, ast.For | None] = {}
 
     def driven_at(self, line: int) -> ast.For | None:
         """Return the ``for`` that takes its next item at a line; None if it is a generator's."""
         if line not in self._driven:
-            loops = (node for node in self._nodes if isinstance(node, ast.For))
+            loops = (node for node in self.nodes if isinstance(node, ast.For))
             loop = next(
                 (each for each in loops if each.lineno <= line <= (each.iter.end_lineno or 0)), None
             )
@@ -188,7 +175,7 @@ class Source:
 
     def loop_at(self, line: int) -> Loop | None:
         """Return the loop that begins at a line."""
-        loops = (node for node in self._nodes if isinstance(node, LOOPS))
+        loops = (node for node in self.nodes if isinstance(node, LOOPS))
         return next((each for each in loops if each.lineno == line), None)
 
     def leaves(self, line: int, loop: Loop) -> bool:
@@ -257,7 +244,7 @@ class Source:
         """
         found: list[tuple[ast.If | ast.While, int, int]] = []
         for node in self._enclosing(line):
-            parent = self._parents.get(node)
+            parent = self.parents.get(node)
             for name in ("body", "orelse", "finalbody"):
                 block = getattr(parent, name, None)
                 if not isinstance(block, list) or node not in block:
@@ -290,12 +277,12 @@ class Source:
         """Return the function that a line is in; None at the module's level."""
         node: ast.AST | None = self._statement(line)
         while node is not None and not isinstance(node, FUNCTIONS):
-            node = self._parents.get(node)
+            node = self.parents.get(node)
         return node
 
     def branches(self, line: int) -> list[ast.If]:
         """Return the ``if`` statements of one function with a branch that holds a line."""
-        parents = ((self._parents.get(node), node) for node in self._enclosing(line))
+        parents = ((self.parents.get(node), node) for node in self._enclosing(line))
         return [
             parent
             for parent, node in parents
@@ -306,7 +293,7 @@ class Source:
         """Return the lines at which a function or method of that name is called."""
         return [
             node.lineno
-            for node in self._nodes
+            for node in self.nodes
             if isinstance(node, ast.Call) and last_name(node.func) == name
         ]
 
@@ -339,7 +326,7 @@ class Source:
 
         The decision is the ``if`` around it, or the test of a ``while``.
         """
-        parent = statement if isinstance(statement, ast.While) else self._parents.get(statement)
+        parent = statement if isinstance(statement, ast.While) else self.parents.get(statement)
         if not isinstance(parent, (ast.If, ast.While)):
             return False
         inside = list(ast.walk(parent.test))
@@ -360,7 +347,7 @@ class Source:
                 for each in walk_scope(node.body)
                 if isinstance(each, ast.Name)
                 and isinstance(each.ctx, ast.Store)
-                and not isinstance(self._parents[each], ast.AugAssign)
+                and not isinstance(self.parents[each], ast.AugAssign)
             }
             counters |= _counters(node) - set_here
             assigned |= set_here
@@ -369,27 +356,27 @@ class Source:
 
     def _loop_of(self, node: ast.AST) -> ast.AST | None:
         """Return the loop that a ``break`` or ``continue`` refers to."""
-        inner, outer = node, self._parents.get(node)
+        inner, outer = node, self.parents.get(node)
         while outer is not None:
             # In a loop's `else` it refers to the loop around that one.
             if isinstance(outer, LOOPS) and inner not in outer.orelse:
                 return outer
-            inner, outer = outer, self._parents.get(outer)
+            inner, outer = outer, self.parents.get(outer)
         return None
 
     def _enclosing(self, line: int) -> Iterator[ast.AST]:
         """Yield the statement at a line and what encloses it within its function."""
         node: ast.AST | None = self._statement(line)
-        while node is not None and not isinstance(node, _SCOPES):
+        while node is not None and not isinstance(node, NESTED):
             yield node
-            node = self._parents.get(node)
+            node = self.parents.get(node)
 
     def _statement(self, line: int) -> ast.stmt | None:
         """Return the smallest statement that a line belongs to."""
-        # `_nodes` lists outer statements first, and `min` takes the first of equals.
+        # `nodes` lists outer statements first, and `min` takes the first of equals.
         spans = [
             node
-            for node in reversed(self._nodes)
+            for node in reversed(self.nodes)
             if isinstance(node, ast.stmt) and covers(node, line)
         ]
         return min(spans, key=lambda node: (node.end_lineno or 0) - node.lineno, default=None)

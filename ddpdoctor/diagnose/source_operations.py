@@ -12,16 +12,15 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from ddpdoctor.core.syntax import FUNCTIONS, last_name
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.rank_conditions import rank_guard, ranks_at
 from ddpdoctor.diagnose.source_files import (
-    FUNCTIONS,
     Scope,
     calls_at,
     covers,
     files_of,
     holds,
-    last_name,
     location,
     names_in,
     nodes_of,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable
 
-from ddpdoctor.diagnose.source_files import last_name
+from ddpdoctor.core.syntax import last_name
 
 
 def keyword(call: ast.Call, name: str, position: int | None = None) -> ast.expr | None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ddpdoctor.diagnose.rank_conditions import by_rank_alone, runs_on_one_rank
-from ddpdoctor.diagnose.source_files import FUNCTIONS, last_name
+from ddpdoctor.core.syntax import FUNCTIONS, last_name
+from ddpdoctor.diagnose.rank_expressions import by_rank_alone, runs_on_one_rank
 from ddpdoctor.lint.calls import argument_of, calls_in, has_unpacked, keyword, parameters_of
 from ddpdoctor.lint.program import Code
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from ddpdoctor.core import opening
-from ddpdoctor.diagnose.source_files import last_name
+from ddpdoctor.core.syntax import last_name
 from ddpdoctor.lint.calls import keyword
 from ddpdoctor.lint.conditions import guards
 from ddpdoctor.lint.files import MAX_SIZE

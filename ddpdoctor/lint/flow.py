@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Sequence
 
-from ddpdoctor.diagnose.source_files import LOOPS
+from ddpdoctor.core.syntax import LOOPS
 
 _BLOCKS = ("body", "orelse", "handlers", "finalbody", "cases")
 _LEAVING = (ast.Return, ast.Raise, ast.Continue, ast.Break)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from ddpdoctor.diagnose.source_files import Loop, last_name
+from ddpdoctor.core.syntax import Loop, last_name
 from ddpdoctor.lint.conditions import without_gradients
 from ddpdoctor.lint.program import Code, Program
 

@@ -12,18 +12,17 @@ import itertools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
-from ddpdoctor.diagnose.rank_conditions import (
+from ddpdoctor.core.syntax import FUNCTIONS, NESTED, Function, Tree, last_name
+from ddpdoctor.diagnose.rank_expressions import (
     Words,
     discerns,
     runs_on_one_rank,
     says_condition,
     words_of,
 )
-from ddpdoctor.diagnose.source_files import FUNCTIONS, LOOPS, Loop, last_name
 from ddpdoctor.lint.calls import (
     argument_of,
     default_of,
@@ -37,7 +36,6 @@ from ddpdoctor.lint.names import WRAPPER
 
 T = TypeVar("T")
 _FUNCTIONS = (*FUNCTIONS, ast.Lambda)
-_NESTED = (*_FUNCTIONS, ast.ClassDef)
 ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 """Environment variables of the launcher."""
 
@@ -61,26 +59,13 @@ _SAME = frozenset(
 """Calls that return the module they are given, or a copy of it."""
 
 
-_COLLECTED = (
-    *(ast.Name, ast.Attribute, ast.Call, ast.Import, ast.ImportFrom, *FUNCTIONS, ast.ClassDef),
-    *(ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.AsyncFor, ast.comprehension),
-    ast.withitem,
-)
-_PLAIN_FIELDS = frozenset(
+_COLLECTED = frozenset(
     (
-        *("ctx", "op", "ops", "id", "attr", "arg", "asname", "conversion", "is_async", "kind"),
-        *("level", "module", "simple", "type_comment", "type_ignores", "rest"),
+        *(ast.Name, ast.Attribute, ast.Call, ast.Import, ast.ImportFrom, *FUNCTIONS, ast.ClassDef),
+        *(ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.AsyncFor, ast.comprehension),
+        ast.withitem,
     )
 )
-"""Fields without children. Operators and contexts are nodes that all trees share."""
-
-
-_FIELDS = {
-    kind: tuple(each for each in kind._fields if each not in _PLAIN_FIELDS)
-    for kind in vars(ast).values()
-    if isinstance(kind, type) and issubclass(kind, ast.AST)
-} | {ast.Constant: ()}
-"""The fields of each type of node that may hold children."""
 
 
 def _is_scope_of(node: ast.AST, child: ast.AST) -> bool:
@@ -88,21 +73,6 @@ def _is_scope_of(node: ast.AST, child: ast.AST) -> bool:
     if isinstance(node, FUNCTIONS):
         return child not in node.decorator_list and child is not node.returns
     return isinstance(node, (ast.Lambda, ast.ClassDef, ast.Module))
-
-
-def _parts(node: ast.AST) -> list[ast.AST]:
-    """Return the children of a node, except operators, contexts, and code that never runs."""
-    parts: list[ast.AST] = []
-    fields = _FIELDS[type(node)]
-    if isinstance(node, ast.If) and isinstance(node.test, ast.Constant) and not node.test.value:
-        fields = ("test", "orelse")
-    for name in fields:
-        value = getattr(node, name, None)
-        if isinstance(value, list):
-            parts += [each for each in value if isinstance(each, ast.AST)]
-        elif isinstance(value, ast.AST):
-            parts.append(value)
-    return parts
 
 
 class Origin(NamedTuple):
@@ -128,53 +98,41 @@ class Item(NamedTuple):
     node: ast.AST
 
 
-@dataclass(repr=False, eq=False)
-class Code:
-    """One file's names, calls and scopes. All of them are collected in one pass."""
+class Code(Tree):
+    """One file's names, calls and scopes."""
 
-    file: SourceFile
-    tree: ast.Module
-    program: Program = field(init=False, repr=False)
-    nodes: list[ast.AST] = field(default_factory=list)
-    parents: dict[ast.AST, ast.AST] = field(default_factory=dict)
-    imports: dict[str, str] = field(default_factory=dict)
-    stars: list[str] = field(default_factory=list)
-    functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = field(default_factory=dict)
-    classes: dict[str, ast.ClassDef] = field(default_factory=dict)
-    calls: list[ast.Call] = field(default_factory=list)
-    calls_by_name: dict[str, list[ast.Call]] = field(default_factory=dict)
-    loads: dict[str, list[ast.Name | ast.Attribute]] = field(default_factory=dict)
-    guards: dict[ast.AST, list[tuple[ast.AST, bool]]] = field(default_factory=dict, repr=False)
-    steps: dict[ast.AST, list[tuple[ast.AST, bool]]] = field(default_factory=dict, repr=False)
-    _scopes: dict[ast.AST, ast.AST] = field(default_factory=dict, repr=False)
-    _function: dict[ast.AST, ast.FunctionDef | ast.AsyncFunctionDef | None] = field(
-        default_factory=dict, repr=False
-    )
-    _by_type: dict[type, list[Any]] = field(default_factory=lambda: defaultdict(list), repr=False)
-    _children: dict[ast.AST, list[ast.AST]] = field(default_factory=dict, repr=False)
-    _inside: dict[ast.AST, list[ast.AST]] = field(default_factory=dict, repr=False)
-    _mentioned: dict[ast.AST, set[str]] = field(default_factory=dict, repr=False)
-    _discerned: dict[ast.expr, bool] = field(default_factory=dict, repr=False)
-    _calls_of: dict[str, list[ast.Call]] = field(default_factory=dict, repr=False)
-    _seen: dict[ast.AST, tuple[list[Item], bool]] = field(default_factory=dict, repr=False)
-    _set: dict[tuple[ast.AST, str], list[Item]] = field(default_factory=lambda: defaultdict(list))
-    _attributes: dict[str, list[Item]] = field(default_factory=lambda: defaultdict(list))
+    program: Program
 
-    def __post_init__(self) -> None:
-        self.nodes.append(self.tree)
-        # The list grows during the loop: children are appended to it.
+    def __init__(self, file: SourceFile, tree: ast.Module) -> None:
+        super().__init__(tree)
+        self.file = file
+        self.imports: dict[str, str] = {}
+        self.stars: list[str] = []
+        self.functions: dict[str, list[Function]] = {}
+        self.classes: dict[str, ast.ClassDef] = {}
+        self.calls: list[ast.Call] = []
+        self.calls_by_name: dict[str, list[ast.Call]] = {}
+        self.loads: dict[str, list[ast.Name | ast.Attribute]] = {}
+        self.guards: dict[ast.AST, list[tuple[ast.AST, bool]]] = {}
+        self.steps: dict[ast.AST, list[tuple[ast.AST, bool]]] = {}
+        self._scopes: dict[ast.AST, ast.AST] = {}
+        self._function: dict[ast.AST, Function | None] = {}
+        self._by_type: dict[type, list[Any]] = defaultdict(list)
+        self._mentioned: dict[ast.AST, set[str]] = {}
+        self._discerned: dict[ast.expr, bool] = {}
+        self._calls_of: dict[str, list[ast.Call]] = {}
+        self._seen: dict[ast.AST, tuple[list[Item], bool]] = {}
+        self._set: dict[tuple[ast.AST, str], list[Item]] = defaultdict(list)
+        self._attributes: dict[str, list[Item]] = defaultdict(list)
+        for node, parent in self.parents.items():
+            known = self._scopes.get(parent, tree)
+            self._scopes[node] = parent if _is_scope_of(parent, node) else known
+            function = parent if isinstance(parent, FUNCTIONS) else self._function.get(parent)
+            self._function[node] = function
         for node in self.nodes:
-            children = self._children[node] = _parts(node)
-            outer = self._scopes.get(node, self.tree)
-            function = node if isinstance(node, FUNCTIONS) else self._function.get(node)
-            for child in children:
-                self.parents[child] = node
-                self._scopes[child] = node if _is_scope_of(node, child) else outer
-                self._function[child] = function
-            self.nodes += children
-        for node in self.nodes:
-            self._by_type[type(node)].append(node)
-            if isinstance(node, _COLLECTED):
+            kind = type(node)
+            self._by_type[kind].append(node)
+            if kind in _COLLECTED:
                 self._collect(node)
 
     def _collect(self, node: ast.AST) -> None:
@@ -241,18 +199,11 @@ class Code:
 
     # -- places
 
-    def above(self, node: ast.AST) -> Iterator[ast.AST]:
-        """Yield what encloses a node, innermost first."""
-        parent = self.parents.get(node)
-        while parent is not None:
-            yield parent
-            parent = self.parents.get(parent)
-
     def scope(self, node: ast.AST) -> ast.AST:
         """Return the innermost function, class or module around a node."""
         return self._scopes.get(node, self.tree)
 
-    def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    def function(self, node: ast.AST) -> Function | None:
         """Return the function around a node. None at module level."""
         return self._function.get(node)
 
@@ -266,38 +217,6 @@ class Code:
             node = self.parents[node]
         return node
 
-    def loops(self, node: ast.AST) -> list[Loop]:
-        """Return the loops of a function around a node, innermost first."""
-        found: list[Loop] = []
-        inner = node
-        for each in self.above(node):
-            if isinstance(each, _NESTED):
-                break
-            if isinstance(each, LOOPS) and inner in each.body:
-                found.append(each)
-            inner = each
-        return found
-
-    def within(self, node: ast.AST) -> list[ast.AST]:
-        """Return the nodes of a block in order, without what nested functions and classes hold."""
-        known = self._inside.get(node)
-        if known is None:
-            known = self._inside[node] = []
-            stack = self._children[node][::-1]
-            while stack:
-                child = stack.pop()
-                known.append(child)
-                if not isinstance(child, _NESTED):
-                    stack += self._children[child][::-1]
-        return known
-
-    def below(self, node: ast.AST) -> list[ast.AST]:
-        """Return a node and all nodes in it, outer ones first."""
-        found = [node]
-        for each in found:
-            found += self._children[each]
-        return found
-
     def called(self, node: ast.AST, *names: str) -> list[ast.Call]:
         """Return the calls of some functions or methods within a block, in order."""
         calls = (call for each in names for call in self.calls_by_name.get(each, ()))
@@ -309,7 +228,7 @@ class Code:
         for each in self.above(node):
             if each is block:
                 return True
-            if isinstance(each, _NESTED):
+            if isinstance(each, NESTED):
                 break
         return False
 
@@ -874,9 +793,7 @@ class Program:
         if other is not None:
             yield from ((other, each) for each in other._set.get((other.tree, node.attr), ()))
 
-    def targets(
-        self, code: Code, call: ast.Call
-    ) -> list[tuple[Code, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    def targets(self, code: Code, call: ast.Call) -> list[tuple[Code, Function]]:
         """Return the functions of the program that a call may run."""
         name = last_name(call.func)
         if isinstance(call.func, ast.Name):
@@ -919,7 +836,7 @@ class Program:
 
     def _methods(
         self, code: Code, call: ast.Call, name: str, is_super: bool
-    ) -> list[tuple[Code, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    ) -> list[tuple[Code, Function]]:
         """Return the methods of a name in the class around a call, or in the nearest base."""
         owner = code.owner(call)
         classes = self.family(code, owner) if owner is not None else []
@@ -929,9 +846,7 @@ class Program:
                 return [(other, each) for each in found]
         return []
 
-    def functions(
-        self, code: Code, name: str
-    ) -> list[tuple[Code, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    def functions(self, code: Code, name: str) -> list[tuple[Code, Function]]:
         """Return the functions that a file defines or imports under a name."""
         if name in code.functions:
             return [(code, each) for each in code.functions[name] if not code.is_method(each)]
@@ -950,9 +865,7 @@ class Program:
                     found.append((there, known))
         return found
 
-    def callers(
-        self, code: Code, function: ast.FunctionDef | ast.AsyncFunctionDef
-    ) -> list[tuple[Code, ast.Call]]:
+    def callers(self, code: Code, function: Function) -> list[tuple[Code, ast.Call]]:
         """Return the calls of a function in the program, also through ``mp.spawn``."""
         known = self._callers.get(id(function))
         if known is None:
@@ -977,7 +890,7 @@ class Program:
             self._callers[id(function)] = known
         return known
 
-    def is_passed(self, function: ast.FunctionDef | ast.AsyncFunctionDef | None) -> bool:
+    def is_passed(self, function: Function | None) -> bool:
         """Return whether a function is passed on, so that others may call it."""
         return function is not None and any(
             isinstance(code.parents[load], (ast.Call, ast.keyword))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
-from ddpdoctor.diagnose.rank_conditions import OTHER_RANK
-from ddpdoctor.diagnose.source_files import last_name
+from ddpdoctor.core.syntax import last_name
+from ddpdoctor.diagnose.rank_expressions import OTHER_RANK
 from ddpdoctor.lint.program import ENVIRONMENT, Code
 
 _WORLD = re.compile(r"world_?size|num_?(replicas|ranks|processes)|nprocs$", re.IGNORECASE)

@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 
-from ddpdoctor.diagnose.source_files import FUNCTIONS, last_name
+from ddpdoctor.core.syntax import FUNCTIONS, last_name
 from ddpdoctor.lint.calls import keyword, targets_of
 from ddpdoctor.lint.program import Code, Origin, Program
 

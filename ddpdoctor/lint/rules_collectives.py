@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.diagnose.rank_conditions import allowed
-from ddpdoctor.diagnose.source_files import FUNCTIONS, LOOPS, Loop, last_name
+from ddpdoctor.core.syntax import FUNCTIONS, LOOPS, Loop, last_name
+from ddpdoctor.diagnose.rank_expressions import allowed
 from ddpdoctor.lint.calls import argument_of, calls_in, keyword, parameters_of, targets_of
 from ddpdoctor.lint.conditions import guards, in_both_branches, is_guarded, under, without_gradients
 from ddpdoctor.lint.loops import runs_backward

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.diagnose.source_files import FUNCTIONS, last_name
+from ddpdoctor.core.syntax import FUNCTIONS, last_name
 from ddpdoctor.lint.calls import targets_of
 from ddpdoctor.lint.conditions import guards, in_both_branches, under, without_gradients
 from ddpdoctor.lint.program import Code

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.diagnose.source_files import last_name
+from ddpdoctor.core.syntax import last_name
 from ddpdoctor.lint.calls import has_unpacked, keyword, targets_of
 from ddpdoctor.lint.conditions import is_quiet, without_gradients
 from ddpdoctor.lint.loaders import is_loader, is_none, is_sampler, samplers_of

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.diagnose.source_files import LOOPS, last_name
+from ddpdoctor.core.syntax import LOOPS, last_name
 from ddpdoctor.lint.calls import calls_in, keyword, targets_of
 from ddpdoctor.lint.conditions import (
     exclusive,
@@ -823,9 +823,7 @@ def deprecated_argument(code: Code) -> Iterator[Hit]:
 def wrapper_attribute(code: Code) -> Iterator[Hit]:
     """Find attributes of the model that are read from its wrapper."""
     targets = {
-        last_name(target)
-        for wrap in code.wraps
-        for target in targets_of(code.statement(wrap))
+        last_name(target) for wrap in code.wraps for target in targets_of(code.statement(wrap))
     }
     for name, loads in code.loads.items() if targets else ():
         if name in WRAPPER or name.startswith("_"):

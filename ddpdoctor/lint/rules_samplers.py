@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.diagnose.source_files import last_name
+from ddpdoctor.core.syntax import last_name
 from ddpdoctor.lint.calls import has_unpacked, keyword
 from ddpdoctor.lint.conditions import exclusive, under
 from ddpdoctor.lint.loaders import is_loader, is_sampler, sampler_of, samplers_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-from ddpdoctor.diagnose.source_files import last_name
+from ddpdoctor.core.syntax import last_name
 from ddpdoctor.lint.program import Code, Origin
 
 TELLS_DDP = ("hasattr", "ddp", "distrib", "module", "parallel", "world", "gpu", "multi")

@@ -20,13 +20,8 @@ from ddpdoctor.diagnose.collectives.collective_mismatch import (
 )
 from ddpdoctor.diagnose.collectives.mismatch_findings import mismatch_finding
 from ddpdoctor.diagnose.collectives.recorded_calls import Call
-from ddpdoctor.diagnose.rank_conditions import (
-    discerns,
-    guards_of,
-    is_plain,
-    runs_on_one_rank,
-    words_of,
-)
+from ddpdoctor.diagnose.rank_conditions import guards_of
+from ddpdoctor.diagnose.rank_expressions import discerns, is_plain, runs_on_one_rank, words_of
 
 
 class Script:

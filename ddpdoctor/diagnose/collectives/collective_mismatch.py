@@ -15,10 +15,11 @@ from itertools import pairwise
 from typing import Literal
 
 from ddpdoctor.core.formatting import named, rank_set
+from ddpdoctor.core.syntax import last_name
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.collectives.recorded_calls import Call, amount, from_ring
 from ddpdoctor.diagnose.rank_conditions import Guard, guards_of, outcomes
-from ddpdoctor.diagnose.source_files import brief, holds, last_name, source_of
+from ddpdoctor.diagnose.source_files import brief, holds, source_of
 from ddpdoctor.run.records.process import ErrorRecord, FaultRecord
 from ddpdoctor.run.ring import Collective
 from ddpdoctor.run.snapshot import Rank, Run

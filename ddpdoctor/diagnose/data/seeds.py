@@ -7,12 +7,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ddpdoctor.core.syntax import FUNCTIONS, last_name
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.diagnose.rank_conditions import Words, words_of
+from ddpdoctor.diagnose.rank_expressions import Words, words_of
 from ddpdoctor.diagnose.source_files import (
-    FUNCTIONS,
     files_of,
-    last_name,
     names_in,
     nodes_of,
     per_file,

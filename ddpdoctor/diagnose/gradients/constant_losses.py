@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.formatting import named
 from ddpdoctor.core.relations import ABORT, MISPAIRED, STANDSTILL
+from ddpdoctor.core.syntax import FUNCTIONS, last_name
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.diagnose.source_files import FUNCTIONS, brief, files_of, last_name, quoted, tree_of
+from ddpdoctor.diagnose.source_files import brief, files_of, quoted, tree_of
 from ddpdoctor.run.records.model import ConstantLossRecord, DdpRecord
 from ddpdoctor.run.snapshot import Rank, Run
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ddpdoctor.core.opening import whole
+from ddpdoctor.core.syntax import last_name
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.collectives.recorded_calls import (
     Call,
@@ -17,7 +18,7 @@ from ddpdoctor.diagnose.collectives.recorded_calls import (
 )
 from ddpdoctor.diagnose.crashes.resource_errors import unopened_store
 from ddpdoctor.diagnose.hangs.job_nodes import JobNodes, job_nodes
-from ddpdoctor.diagnose.source_files import covers, last_name, location, nodes_of, only_sleeps
+from ddpdoctor.diagnose.source_files import covers, location, nodes_of, only_sleeps
 from ddpdoctor.run.names import BEFORE_FORWARD, MAX_WORLD_SIZE
 from ddpdoctor.run.records.base import JsonObject
 from ddpdoctor.run.records.process import OwnStoreRecord

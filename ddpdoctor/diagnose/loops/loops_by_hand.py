@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ddpdoctor.core.syntax import Loop
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.crashes.rank_endings import (
     PATIENCE,
@@ -21,7 +22,7 @@ from ddpdoctor.diagnose.crashes.rank_endings import (
     mispaired,
 )
 from ddpdoctor.diagnose.data.equal_losses import groups_of
-from ddpdoctor.diagnose.source_files import Loop, Source, holds, location, source_of
+from ddpdoctor.diagnose.source_files import Source, holds, location, source_of
 from ddpdoctor.diagnose.source_operations import callers, loop_around
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord
 from ddpdoctor.run.records.training import LoopRecord

@@ -7,14 +7,13 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ddpdoctor.core.syntax import FUNCTIONS, last_name
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.rank_conditions import names_rank
 from ddpdoctor.diagnose.source_files import (
-    FUNCTIONS,
     Scope,
     calls_at,
     files_of,
-    last_name,
     names_in,
     nodes_of,
     scopes_of,

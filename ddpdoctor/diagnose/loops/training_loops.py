@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from ddpdoctor.core.syntax import Loop
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.crashes.rank_endings import (
     PATIENCE,
@@ -21,7 +22,7 @@ from ddpdoctor.diagnose.crashes.rank_endings import (
     mispaired,
 )
 from ddpdoctor.diagnose.hangs.hang_snapshot import seen_waiting
-from ddpdoctor.diagnose.source_files import Loop, Source, endless, holds, location, source_of
+from ddpdoctor.diagnose.source_files import Source, endless, holds, location, source_of
 from ddpdoctor.run.names import BEFORE_FORWARD
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord

@@ -7,8 +7,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from ddpdoctor.core.syntax import FUNCTIONS, LOOPS, last_name
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.diagnose.source_files import FUNCTIONS, LOOPS, last_name, nodes_of, per_file, tree_of
+from ddpdoctor.diagnose.source_files import nodes_of, per_file, tree_of
 
 _GROWS = ("append", "appendleft", "add", "extend", "insert", "setdefault", "update", "put")
 _SHRINKS = ("pop", "popleft", "popitem", "clear", "remove", "discard", "get_nowait")

@@ -14,7 +14,8 @@ from functools import cached_property
 from typing import Any
 
 from ddpdoctor.core import opening
-from ddpdoctor.diagnose.source_files import Source, last_name, source_of
+from ddpdoctor.core.syntax import last_name
+from ddpdoctor.diagnose.source_files import Source, source_of
 from ddpdoctor.run.records.supervisor import Frame
 from ddpdoctor.run.records.training import ProfileRecord
 from ddpdoctor.run.snapshot import Rank
