@@ -110,6 +110,12 @@ def _words_in(value: ast.expr) -> set[str]:
     }
 
 
+ASSIGNING = (
+    ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.AugAssign, ast.keyword, ast.FunctionDef
+)  # fmt: skip
+"""The nodes that `assignments` reads."""
+
+
 def assignments(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
     """Yield names with the values that they are set to, passed as, or return."""
     for node in nodes:

@@ -100,8 +100,7 @@ def check(files: Sequence[SourceFile], faults: Faults | None = None) -> list[Pro
     rounds: dict[Code, int] = defaultdict(int)
     seen: set[tuple[str, ast.AST]] = set()
     for program in programs(files):
-        limit = MAX_ROUNDS if any(each.is_parallel for each in program.codes) else 1
-        codes = [code for code in program.codes if rounds[code] < limit]
+        codes = [code for code in program.codes if rounds[code] < MAX_ROUNDS]
         script = program.codes[0]
         if len(program.codes) > 1 and _is_aside(script):
             codes = [code for code in codes if code is not script]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from ddpdoctor.core.syntax import FUNCTIONS, last_name
+from ddpdoctor.core.syntax import FUNCTIONS, LEAVING, last_name
 from ddpdoctor.diagnose.rank_expressions import by_rank_alone, runs_on_one_rank
 from ddpdoctor.lint.calls import argument_of, calls_in, has_unpacked, keyword, parameters_of
 from ddpdoctor.lint.program import Code
@@ -86,27 +86,52 @@ def _other_tests(code: Code, node: ast.AST, inner: ast.AST) -> list[ast.expr]:
     return []
 
 
-_LEAVING = (ast.Return, ast.Continue, ast.Break, ast.Raise)
-
-
 def _left_above(code: Code, parent: ast.AST, inner: ast.stmt) -> list[tuple[ast.AST, bool]]:
-    """Return the conditions on the rank that leave a block before a statement."""
+    """Return the conditions on the rank that leave a block before a statement.
+
+    A rank that raises or exits ends the job, so that the others wait for nothing.
+    """
+    return [
+        (each, False)
+        for each in _before(parent, inner)
+        if isinstance(each.body[-1], LEAVING)
+        and code.discerns(each.test)
+        # A `continue` that depends on more than the rank may let a later round reach it.
+        and (isinstance(each.body[-1], ast.Return) or by_rank_alone(each.test, code.words))
+    ]
+
+
+def _before(parent: ast.AST, inner: ast.AST) -> list[ast.If]:
+    """Return the ``if`` statements before a statement in its block."""
     for name in ("body", "orelse", "finalbody"):
         block = getattr(parent, name, None)
         if isinstance(block, list) and inner in block:
-            return [
-                (each, False)
-                for each in block[: block.index(inner)]
-                if isinstance(each, ast.If)
-                and isinstance(each.body[-1], _LEAVING)
-                and code.discerns(each.test)
-                # A `continue` that depends on more than the rank may let a later round reach it.
-                and (
-                    isinstance(each.body[-1], (ast.Return, ast.Raise))
-                    or by_rank_alone(each.test, code.words)
-                )
-            ]
+            return [each for each in block[: block.index(inner)] if isinstance(each, ast.If)]
     return []
+
+
+def _ended_above(code: Code, node: ast.AST) -> bool:
+    """Return whether some ranks raise or exit before a node, so that it runs on the others."""
+    return any(
+        code.discerns(test.test) and _ends(test.body[-1])
+        for inner in (node, *code.above(node))
+        if isinstance(inner, ast.stmt)
+        for test in _before(code.parents[inner], inner)
+    )
+
+
+def _ends(statement: ast.stmt) -> bool:
+    """Return whether a statement ends the process: ``raise``, ``sys.exit()``, ``assert False``."""
+    if isinstance(statement, ast.Assert):
+        return isinstance(statement.test, ast.Constant) and not statement.test.value
+    call = statement.value if isinstance(statement, ast.Expr) else None
+    exits = isinstance(call, ast.Call) and last_name(call.func) in (
+        "exit",
+        "_exit",
+        "quit",
+        "abort",
+    )
+    return exits or isinstance(statement, ast.Raise)
 
 
 def is_guarded(code: Code, node: ast.AST, depth: int = 4) -> bool:
@@ -114,7 +139,7 @@ def is_guarded(code: Code, node: ast.AST, depth: int = 4) -> bool:
 
     Conditions that only look like conditions on the rank count as well, to avoid false alarms.
     """
-    if guards(code, node) or _seems_guarded(code, node):
+    if guards(code, node) or _seems_guarded(code, node) or _ended_above(code, node):
         return True
     function = code.function(node)
     if function is None or depth <= 0:

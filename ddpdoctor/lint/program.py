@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from ddpdoctor.core.syntax import FUNCTIONS, NESTED, Function, Tree, last_name
 from ddpdoctor.diagnose.rank_expressions import (
+    ASSIGNING,
     Words,
     discerns,
     runs_on_one_rank,
@@ -43,6 +44,9 @@ _PARALLEL = frozenset(
     ("distributed", "DistributedDataParallel", "DistributedSampler", "init_process_group", "spawn")
 )
 """Names that show that a file may belong to a job of several ranks."""
+
+_SETTINGS = (*ENVIRONMENT, "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
+"""Environment variables that jobs of several ranks read and set."""
 
 _MODE = ("dist", "ddp", "parallel", "world", "rank", "multi", "single", "gpu", "initialized")
 """Parts of words in conditions on whether a job has several ranks."""
@@ -325,8 +329,10 @@ class Code(Tree):
     @cached_property
     def is_parallel(self) -> bool:
         """Whether the file may belong to a job of several ranks."""
-        return not self.loads.keys().isdisjoint(_PARALLEL) or any(
-            not _PARALLEL.isdisjoint(each.split(".")) for each in self.imports.values()
+        return (
+            not self.loads.keys().isdisjoint(_PARALLEL)
+            or any(not _PARALLEL.isdisjoint(each.split(".")) for each in self.imports.values())
+            or any(each.value in _SETTINGS for each in self.of(ast.Constant))
         )
 
     @property
@@ -412,7 +418,7 @@ class Code(Tree):
     @cached_property
     def _own_words(self) -> Words:
         """Names that this file sets to a rank or to a condition on it."""
-        found = words_of(self.nodes)
+        found = words_of(self.of(*ASSIGNING))
         if not found.numbers and not found.conditions:
             return found
         made: dict[str, list[ast.expr]] = defaultdict(list)
@@ -648,6 +654,7 @@ def programs(files: Iterable[SourceFile]) -> Iterator[Program]:
     """Yield the programs in some files: each script that no other file imports, with its imports.
 
     A file belongs to each program that imports it. `Code.program` is the one that was yielded last.
+    Programs without anything of several ranks are left out.
     """
     codes = [Code(each, each.tree) for each in files if each.tree is not None]
     modules = Modules(codes)
@@ -658,7 +665,6 @@ def programs(files: Iterable[SourceFile]) -> Iterator[Program]:
             modules.importers[other].append(code)
     imported = {other for code in codes for other in imports[code] if other is not code}
     met: set[Code] = set()
-    plain: list[list[Code]] = []
     # Files that import each other in a circle have no script. The first of them counts as one.
     for code in (*(each for each in codes if each not in imported), *codes):
         if code in met:
@@ -670,10 +676,6 @@ def programs(files: Iterable[SourceFile]) -> Iterator[Program]:
         met.update(members)
         if any(each.is_parallel for each in members):
             yield everything.part(members)
-        else:
-            plain.append(list(members))
-    for several in plain:
-        yield everything.part(several)
 
 
 def _imports(everything: Program) -> dict[Code, list[Code]]:

@@ -529,12 +529,12 @@ def _unset(name: str, condition: ast.If, load: ast.expr) -> Hit:
 
 def _only_condition(code: Code, targets: list[ast.Name]) -> ast.If | None:
     """Return the one condition on the rank under which a name is set, or None."""
+    first = next(iter(guards(code, targets[0])), None)
+    if first is None or not isinstance(first[0], ast.If):
+        return None
     if not all(isinstance(code.statement(each), ast.Assign) for each in targets):
         return None
     held = [next(iter(guards(code, each)), None) for each in targets]
-    first = held[0]
-    if first is None or not isinstance(first[0], ast.If):
-        return None
     # Under several conditions, there has to be a rank where none of them holds.
     if any(each != first for each in held) and not any(
         all(

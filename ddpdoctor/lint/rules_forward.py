@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import defaultdict
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.core.syntax import FUNCTIONS, last_name
+from ddpdoctor.core.syntax import FUNCTIONS, last_name, walk
 from ddpdoctor.lint.calls import targets_of
 from ddpdoctor.lint.conditions import guards, in_both_branches, under, without_gradients
 from ddpdoctor.lint.program import Code
@@ -195,25 +196,19 @@ def _made_of(code: Code, block: ast.AST, loss: ast.Call) -> set[int]:
     receiver = loss.func.value if isinstance(loss.func, ast.Attribute) else loss
     queue: list[ast.expr] = [receiver]
     found: set[int] = set()
-    names: set[str] = set()
+    made: dict[str, list[ast.expr]] = defaultdict(list)
+    for node in code.within(block):
+        if isinstance(node, (ast.Assign, ast.AugAssign)):
+            for target in targets_of(node):
+                for one in walk(target):
+                    if isinstance(one, ast.Name):
+                        made[one.id].append(node.value)
     while queue:
-        for each in ast.walk(queue.pop()):
+        for each in walk(queue.pop()):
             if isinstance(each, ast.Call):
                 found.add(id(each))
-            elif isinstance(each, ast.Name) and each.id not in names:
-                names.add(each.id)
-                queue += [
-                    node.value
-                    for node in code.within(block)
-                    if isinstance(node, (ast.Assign, ast.AugAssign))
-                    and any(
-                        isinstance(one, ast.Name) and one.id == each.id
-                        for target in (
-                            node.targets if isinstance(node, ast.Assign) else [node.target]
-                        )
-                        for one in ast.walk(target)
-                    )
-                ]
+            elif isinstance(each, ast.Name):
+                queue += made.pop(each.id, ())
     return found
 
 

@@ -272,11 +272,12 @@ def _hides_gpus(code: Code, node: ast.Constant | ast.Call) -> bool:
     """Return whether a node may set the GPU: a context, or CUDA_VISIBLE_DEVICES with one GPU."""
     if isinstance(node, ast.Call):
         return code.dotted(node.func) == "torch.cuda.device"
+    if node.value != "CUDA_VISIBLE_DEVICES":
+        return False
     value = getattr(code.statement(node), "value", None)
-    several = isinstance(value, ast.expr) and any(
+    return not isinstance(value, ast.expr) or not any(
         isinstance(each, ast.Constant) and "," in str(each.value) for each in ast.walk(value)
     )
-    return node.value == "CUDA_VISIBLE_DEVICES" and not several
 
 
 def _option_defaults(code: Code, node: ast.expr) -> list[ast.expr]:
@@ -466,7 +467,10 @@ def rank_not_int(code: Code) -> Iterator[Hit]:
     When it stays silent
         Where the variable is only printed.
     """
-    for node in code.of(ast.Compare, ast.Call, ast.BinOp):
+    read = any(
+        each.value in ENVIRONMENT for other in code.program.codes for each in other.of(ast.Constant)
+    )
+    for node in code.of(ast.Compare, ast.Call, ast.BinOp) if read else ():
         tested = _used_as_number(node)
         made = [each.node for each in code.origins(tested)] if tested is not None else []
         names = {variable(code, each) for each in made}
