@@ -7,6 +7,7 @@ from ddpdoctor.lint import (  # noqa: F401
     rules_collectives,
     rules_data,
     rules_forward,
+    rules_gradients,
     rules_launch,
     rules_metrics,
     rules_model,

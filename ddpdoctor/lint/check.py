@@ -16,9 +16,10 @@ from ddpdoctor.core.errors import Faults
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.formatting import shown
 from ddpdoctor.lint import launch_files
+from ddpdoctor.lint.code import Code
 from ddpdoctor.lint.files import SourceFile
 from ddpdoctor.lint.fixes import FIXES, Edit
-from ddpdoctor.lint.program import Code, Program, programs
+from ddpdoctor.lint.program import Program, programs
 from ddpdoctor.lint.reach import Reach
 from ddpdoctor.lint.rules import LINT_RULES, Hit, LintRule
 

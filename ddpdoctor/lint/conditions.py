@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ddpdoctor.core.syntax import FUNCTIONS, LEAVING, last_name
 from ddpdoctor.diagnose.rank_expressions import by_rank_alone, runs_on_one_rank
 from ddpdoctor.lint.calls import argument_of, calls_in, has_unpacked, keyword, parameters_of
-from ddpdoctor.lint.program import Code
+from ddpdoctor.lint.code import Code
 
 _COMPARISONS = frozenset(("main", "master", "chief", "primary", "verbose", "gpu", "device", "root"))
 

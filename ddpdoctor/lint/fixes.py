@@ -16,9 +16,9 @@ from typing import NamedTuple
 from ddpdoctor.core import opening
 from ddpdoctor.core.syntax import last_name
 from ddpdoctor.lint.calls import keyword
+from ddpdoctor.lint.code import Code
 from ddpdoctor.lint.conditions import guards
 from ddpdoctor.lint.files import MAX_SIZE
-from ddpdoctor.lint.program import Code
 from ddpdoctor.lint.rules import Hit
 
 

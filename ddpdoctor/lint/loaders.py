@@ -6,7 +6,7 @@ import ast
 
 from ddpdoctor.core.syntax import last_name
 from ddpdoctor.lint.calls import keyword
-from ddpdoctor.lint.program import Code, Origin
+from ddpdoctor.lint.code import Code, Origin
 
 
 def is_sampler(origin: Origin) -> bool:

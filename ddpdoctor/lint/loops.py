@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 
 from ddpdoctor.core.syntax import Loop, last_name
+from ddpdoctor.lint.code import Code
 from ddpdoctor.lint.conditions import without_gradients
-from ddpdoctor.lint.program import Code, Program
+from ddpdoctor.lint.program import Program
 
 
 def runs_backward(code: Code, loop: Loop) -> bool:

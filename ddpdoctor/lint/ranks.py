@@ -7,7 +7,7 @@ import re
 
 from ddpdoctor.core.syntax import last_name
 from ddpdoctor.diagnose.rank_expressions import OTHER_RANK
-from ddpdoctor.lint.program import ENVIRONMENT, Code
+from ddpdoctor.lint.code import ENVIRONMENT, Code
 
 _WORLD = re.compile(r"world_?size|num_?(replicas|ranks|processes)|nprocs$", re.IGNORECASE)
 

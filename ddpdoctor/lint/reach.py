@@ -12,7 +12,8 @@ from collections.abc import Collection, Iterable, Iterator
 
 from ddpdoctor.core.syntax import FUNCTIONS, last_name
 from ddpdoctor.lint.calls import keyword, targets_of
-from ddpdoctor.lint.program import Code, Origin, Program
+from ddpdoctor.lint.code import Code, Origin
+from ddpdoctor.lint.program import Program
 
 Place = tuple[Code, ast.AST]
 

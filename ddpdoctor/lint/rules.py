@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.lint.program import Code
+from ddpdoctor.lint.code import Code
 
 
 class Hit(NamedTuple):

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.syntax import last_name
 from ddpdoctor.lint.calls import has_unpacked, keyword
+from ddpdoctor.lint.code import Code
 from ddpdoctor.lint.conditions import guards, is_guarded, under
-from ddpdoctor.lint.program import Code
 from ddpdoctor.lint.ranks import depends_on_rank, is_local_rank, mentions_rank
 from ddpdoctor.lint.rules import TRAINERS, Hit, rule
 

@@ -10,9 +10,9 @@ from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.syntax import FUNCTIONS, LOOPS, Loop, last_name
 from ddpdoctor.diagnose.rank_expressions import allowed
 from ddpdoctor.lint.calls import argument_of, calls_in, keyword, parameters_of, targets_of
+from ddpdoctor.lint.code import Code
 from ddpdoctor.lint.conditions import guards, in_both_branches, is_guarded, under, without_gradients
 from ddpdoctor.lint.loops import runs_backward
-from ddpdoctor.lint.program import Code
 from ddpdoctor.lint.ranks import depends_on_rank
 from ddpdoctor.lint.rules import Hit, rule
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.syntax import FUNCTIONS, last_name, walk
 from ddpdoctor.lint.calls import targets_of
+from ddpdoctor.lint.code import Code
 from ddpdoctor.lint.conditions import guards, in_both_branches, under, without_gradients
-from ddpdoctor.lint.program import Code
 from ddpdoctor.lint.rules import Hit, rule
 from ddpdoctor.lint.wrapped import TELLS_DDP, bound, is_wrapper, over_parameters, same
 

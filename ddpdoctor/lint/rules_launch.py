@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.syntax import last_name
 from ddpdoctor.lint.calls import has_unpacked, keyword
+from ddpdoctor.lint.code import ENVIRONMENT, Code
 from ddpdoctor.lint.conditions import exclusive, under
 from ddpdoctor.lint.names import DISTRIBUTED
-from ddpdoctor.lint.program import ENVIRONMENT, Code, Program
+from ddpdoctor.lint.program import Program
 from ddpdoctor.lint.ranks import counts_gpus, is_local_rank, is_rank, is_world_size, variable
 from ddpdoctor.lint.rules import Hit, rule
 

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.syntax import last_name
 from ddpdoctor.lint.calls import has_unpacked, keyword, targets_of
+from ddpdoctor.lint.code import Code, Origin
 from ddpdoctor.lint.conditions import is_quiet, without_gradients
 from ddpdoctor.lint.loaders import is_loader, is_none, is_sampler, samplers_of
 from ddpdoctor.lint.loops import runs_backward
-from ddpdoctor.lint.program import Code, Origin, Program
+from ddpdoctor.lint.program import Program
 from ddpdoctor.lint.ranks import mentions_rank
 from ddpdoctor.lint.rules import LOADERS, TRAINERS, Hit, rule
 

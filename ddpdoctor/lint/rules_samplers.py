@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.syntax import last_name
 from ddpdoctor.lint.calls import has_unpacked, keyword
+from ddpdoctor.lint.code import Code, Origin
 from ddpdoctor.lint.conditions import exclusive, under
 from ddpdoctor.lint.loaders import is_loader, is_sampler, sampler_of, samplers_of
 from ddpdoctor.lint.loops import repeats, runs_backward, runs_often, training_loops
-from ddpdoctor.lint.program import Code, Origin
 from ddpdoctor.lint.ranks import (
     counts_gpus,
     depends_on_rank,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from ddpdoctor.core.syntax import last_name
-from ddpdoctor.lint.program import Code, Origin
+from ddpdoctor.lint.code import Code, Origin
 
 TELLS_DDP = ("hasattr", "ddp", "distrib", "module", "parallel", "world", "gpu", "multi")
 """Words of conditions that tell a wrapped model from a bare one."""

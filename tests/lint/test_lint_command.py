@@ -20,7 +20,7 @@ from ddpdoctor.core.finding import Severity
 from ddpdoctor.lint import files
 from ddpdoctor.lint.check import check
 from ddpdoctor.lint.flake8 import Plugin
-from ddpdoctor.lint.program import Code
+from ddpdoctor.lint.code import Code
 from ddpdoctor.lint.rules import LINT_RULES, Hit
 from tests.conftest import ROOT
 

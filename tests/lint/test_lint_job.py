@@ -15,7 +15,7 @@ from ddpdoctor.core.errors import Faults
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.lint import check, job
-from ddpdoctor.lint.program import Code
+from ddpdoctor.lint.code import Code
 from ddpdoctor.lint.rules import LINT_RULES, Hit
 
 SICK = """\

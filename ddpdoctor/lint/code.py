@@ -1,0 +1,658 @@
+"""Read a file of a program, and follow its names to find what an expression may be.
+
+Nothing is run, and the order of statements does not matter. `origins` returns where the values of
+an expression come from: through names, attributes, parameters, tuples, keyword dictionaries and
+returns of functions, within one file and through imports of other files.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ddpdoctor.core.syntax import FUNCTIONS, NESTED, Function, Tree, last_name
+from ddpdoctor.diagnose.rank_expressions import (
+    ASSIGNING,
+    Words,
+    discerns,
+    runs_on_one_rank,
+    says_condition,
+    words_of,
+)
+from ddpdoctor.lint.calls import (
+    argument_of,
+    default_of,
+    is_below_a_number,
+    parameters_of,
+    targets_of,
+)
+from ddpdoctor.lint.files import SourceFile
+from ddpdoctor.lint.flow import reaching
+
+if TYPE_CHECKING:
+    from ddpdoctor.lint.program import Program
+
+_FUNCTIONS = (*FUNCTIONS, ast.Lambda)
+ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""Environment variables of the launcher."""
+
+_PARALLEL = frozenset(
+    ("distributed", "DistributedDataParallel", "DistributedSampler", "init_process_group", "spawn")
+)
+"""Names that show that a file may belong to a job of several ranks."""
+
+_SETTINGS = (*ENVIRONMENT, "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
+"""Environment variables that jobs of several ranks read and set."""
+
+_MODE = ("dist", "ddp", "parallel", "world", "rank", "multi", "single", "gpu", "initialized")
+"""Parts of words in conditions on whether a job has several ranks."""
+
+_DEPTH = 8
+"""The longest chain of names that is followed."""
+
+_SAME = frozenset(
+    (
+        *("to", "cuda", "cpu", "float", "half", "bfloat16", "double", "train", "eval", "compile"),
+        *("convert_sync_batchnorm", "requires_grad_", "type", "channels_last", "share_memory"),
+    )
+)
+"""Calls that return the module they are given, or a copy of it."""
+
+
+_COLLECTED = frozenset(
+    (
+        *(ast.Name, ast.Attribute, ast.Call, ast.Import, ast.ImportFrom, *FUNCTIONS, ast.ClassDef),
+        *(ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.AsyncFor, ast.comprehension),
+        ast.withitem,
+    )
+)
+
+
+def _is_scope_of(node: ast.AST, child: ast.AST) -> bool:
+    """Return whether the names of a child are those of a function, class or module around it."""
+    if isinstance(node, FUNCTIONS):
+        return child not in node.decorator_list and child is not node.returns
+    return isinstance(node, (ast.Lambda, ast.ClassDef, ast.Module))
+
+
+class Origin(NamedTuple):
+    """An expression that creates a value, and its file."""
+
+    node: ast.expr
+    code: Code
+
+
+class Item(NamedTuple):
+    """A value that a name is set to.
+
+    Attributes:
+        value: The expression.
+        position: The position in the tuple that it makes, if several names are set.
+        is_item: The name is set to the items of the value, as in a ``for``.
+        node: The statement.
+    """
+
+    value: ast.expr
+    position: int | None
+    is_item: bool
+    node: ast.AST
+
+
+class Code(Tree):
+    """One file's names, calls and scopes."""
+
+    program: Program
+
+    def __init__(self, file: SourceFile, tree: ast.Module) -> None:
+        super().__init__(tree)
+        self.file = file
+        self.imports: dict[str, str] = {}
+        self.stars: list[str] = []
+        self.functions: dict[str, list[Function]] = {}
+        self.classes: dict[str, ast.ClassDef] = {}
+        self.calls: list[ast.Call] = []
+        self.calls_by_name: dict[str, list[ast.Call]] = {}
+        self.loads: dict[str, list[ast.Name | ast.Attribute]] = {}
+        self.guards: dict[ast.AST, list[tuple[ast.AST, bool]]] = {}
+        self.steps: dict[ast.AST, list[tuple[ast.AST, bool]]] = {}
+        self._scopes: dict[ast.AST, ast.AST] = {}
+        self._function: dict[ast.AST, Function | None] = {}
+        self._by_type: dict[type, list[Any]] = defaultdict(list)
+        self._mentioned: dict[ast.AST, set[str]] = {}
+        self._discerned: dict[ast.expr, bool] = {}
+        self._calls_of: dict[str, list[ast.Call]] = {}
+        self._seen: dict[ast.AST, tuple[list[Item], bool]] = {}
+        self._set: dict[tuple[ast.AST, str], list[Item]] = defaultdict(list)
+        self._attributes: dict[str, list[Item]] = defaultdict(list)
+        for node, parent in self.parents.items():
+            known = self._scopes.get(parent, tree)
+            self._scopes[node] = parent if _is_scope_of(parent, node) else known
+            function = parent if isinstance(parent, FUNCTIONS) else self._function.get(parent)
+            self._function[node] = function
+        for node in self.nodes:
+            kind = type(node)
+            self._by_type[kind].append(node)
+            if kind in _COLLECTED:
+                self._collect(node)
+
+    def _collect(self, node: ast.AST) -> None:
+        if isinstance(node, (ast.Name, ast.Attribute)):
+            if isinstance(node.ctx, ast.Load):
+                self.loads.setdefault(last_name(node), []).append(node)
+        elif isinstance(node, ast.Call):
+            self.calls.append(node)
+            self.calls_by_name.setdefault(last_name(node.func), []).append(node)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            self._import(node)
+        elif isinstance(node, FUNCTIONS):
+            self.functions.setdefault(node.name, []).append(node)
+        elif isinstance(node, ast.ClassDef):
+            self.classes[node.name] = node
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None:
+            for target in targets_of(node):
+                self._bind(target, node.value, node)
+        elif isinstance(node, ast.NamedExpr):
+            self._bind(node.target, node.value, node)
+        elif isinstance(node, (ast.For, ast.AsyncFor, ast.comprehension)):
+            self._bind(node.target, node.iter, node, is_item=True)
+        elif isinstance(node, ast.withitem) and node.optional_vars is not None:
+            self._bind(node.optional_vars, node.context_expr, node)
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        for each in node.names:
+            if isinstance(node, ast.ImportFrom):
+                module = "." * node.level + (node.module or "")
+                if each.name == "*":
+                    self.stars.append(module)
+                self.imports[each.asname or each.name] = f"{module}.{each.name}"
+            else:
+                local = each.asname or each.name.partition(".")[0]
+                self.imports[local] = each.name if each.asname else local
+
+    def _bind(
+        self,
+        target: ast.expr,
+        value: ast.expr,
+        node: ast.AST,
+        index: int | None = None,
+        is_item: bool = False,
+    ) -> None:
+        if isinstance(target, ast.Name):
+            self._set[self.scope(target), target.id].append(Item(value, index, is_item, node))
+        elif isinstance(target, ast.Attribute):
+            self._attributes[target.attr].append(Item(value, index, is_item, node))
+        elif isinstance(target, ast.Subscript):
+            key = target.slice
+            if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                self._attributes[f"[{key.value}]"].append(Item(value, index, is_item, node))
+        elif isinstance(target, (ast.Tuple, ast.List)):
+            parts = value.elts if isinstance(value, (ast.Tuple, ast.List)) and not is_item else None
+            for at, each in enumerate(target.elts):
+                if parts is not None and len(parts) == len(target.elts):
+                    self._bind(each, parts[at], node)
+                else:
+                    self._bind(each, value, node, at, is_item)
+
+    def of(self, *types: type[ast.AST]) -> list[Any]:
+        """Return the file's nodes of some types."""
+        return [each for one in types for each in self._by_type.get(one, ())]
+
+    # -- places
+
+    def scope(self, node: ast.AST) -> ast.AST:
+        """Return the innermost function, class or module around a node."""
+        return self._scopes.get(node, self.tree)
+
+    def function(self, node: ast.AST) -> Function | None:
+        """Return the function around a node. None at module level."""
+        return self._function.get(node)
+
+    def owner(self, node: ast.AST) -> ast.ClassDef | None:
+        """Return the class whose method a node is in."""
+        return next((each for each in self.above(node) if isinstance(each, ast.ClassDef)), None)
+
+    def statement(self, node: ast.AST) -> ast.stmt:
+        """Return the statement that a node belongs to."""
+        while not isinstance(node, ast.stmt):
+            node = self.parents[node]
+        return node
+
+    def called(self, node: ast.AST, *names: str) -> list[ast.Call]:
+        """Return the calls of some functions or methods within a block, in order."""
+        calls = (call for each in names for call in self.calls_by_name.get(each, ()))
+        found = [each for each in calls if self._is_within(node, each)]
+        return sorted(found, key=lambda each: (each.lineno, each.col_offset))
+
+    def _is_within(self, block: ast.AST, node: ast.AST) -> bool:
+        """Return whether `within` lists a node of a block."""
+        for each in self.above(node):
+            if each is block:
+                return True
+            if isinstance(each, NESTED):
+                break
+        return False
+
+    def mentioned(self, block: ast.AST) -> set[str]:
+        """Return the names and texts in a block, as the files of its imports define them."""
+        known = self._mentioned.get(block)
+        if known is None:
+            names = {
+                str(each.value) if isinstance(each, ast.Constant) else last_name(each)
+                for each in self.below(block)
+                if isinstance(each, (ast.Name, ast.Attribute, ast.Constant))
+            }
+            known = {self.imports.get(name, name).rpartition(".")[2] for name in names}
+            self._mentioned[block] = known
+        return known
+
+    def binds(self, scope: ast.AST, name: str) -> bool:
+        """Return whether a function or module sets a name itself."""
+        return (scope, name) in self._set
+
+    def calls_of_dist(self, node: ast.AST, *names: str) -> list[ast.Call]:
+        """Return the calls of some functions of torch.distributed within a block."""
+        return [each for each in self.called(node, *names) if self.is_dist(each, *names)]
+
+    # -- names
+
+    def dotted(self, node: ast.AST) -> str:
+        """Return the full name that an expression refers to: ``torch.distributed.barrier``."""
+        if isinstance(node, ast.Name):
+            if node.id in self.classes or (
+                node.id in self.functions and node.id not in self.imports
+            ):
+                return f"<{self.file.path}>.{node.id}"
+            return self.imports.get(node.id, node.id)
+        if isinstance(node, ast.Attribute):
+            base = self.dotted(node.value)
+            return f"{base}.{node.attr}" if base else ""
+        return ""
+
+    def is_torch(self, call: ast.AST, *names: str) -> bool:
+        """Return whether a call is of one of torch's functions or classes, by its last name.
+
+        Names of other packages, such as apex, are not torch's. A name from a star import or a
+        relative import counts as torch's.
+        """
+        if not isinstance(call, ast.Call) or (
+            last_name(call.func) not in names and not isinstance(call.func, ast.Name)
+        ):
+            return False
+        full = self.dotted(call.func)
+        if full.rpartition(".")[2] not in names:
+            return False
+        first = full.partition(".")[0]
+        if isinstance(call.func, ast.Name) and call.func.id not in self.imports:
+            return not full.startswith("<")
+        return first in ("torch", "torchvision", "") or full in names
+
+    def is_dist(self, call: ast.AST, *names: str) -> bool:
+        """Return whether a call is of one of torch.distributed's functions."""
+        if not isinstance(call, ast.Call) or last_name(call.func) not in names:
+            return False
+        full = self.dotted(call.func)
+        return full.startswith(("torch.distributed.", "dist."))
+
+    def calls_of(self, name: str) -> list[ast.Call]:
+        """Return the calls of one of torch's functions or classes, under any imported name."""
+        known = self._calls_of.get(name)
+        if known is None:
+            found = [each for each in self.calls_named(name) if self.is_torch(each, name)]
+            known = self._calls_of[name] = sorted(found, key=lambda each: each.lineno)
+        return known
+
+    def calls_named(self, *names: str) -> Iterator[ast.Call]:
+        """Yield the calls of functions or classes of some names, also under an imported name."""
+        local = (one for one, full in self.imports.items() if full.rpartition(".")[2] in names)
+        for each in {*names, *local}:
+            yield from self.calls_by_name.get(each, ())
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """All names that the file reads, calls or imports."""
+        imported = (each.rpartition(".")[2] for each in self.imports.values())
+        return frozenset((*self.loads, *self.calls_by_name, *self.imports, *imported))
+
+    @cached_property
+    def only_defines(self) -> bool:
+        """Whether the file runs nothing itself when it is imported."""
+        return all(
+            isinstance(each, (*FUNCTIONS, ast.ClassDef, ast.Import, ast.ImportFrom))
+            or (isinstance(each, (ast.Expr, ast.Assign)) and not isinstance(each.value, ast.Call))
+            for each in self.tree.body
+        )
+
+    @cached_property
+    def is_parallel(self) -> bool:
+        """Whether the file may belong to a job of several ranks."""
+        return (
+            not self.loads.keys().isdisjoint(_PARALLEL)
+            or any(not _PARALLEL.isdisjoint(each.split(".")) for each in self.imports.values())
+            or any(each.value in _SETTINGS for each in self.of(ast.Constant))
+        )
+
+    @property
+    def wraps(self) -> list[ast.Call]:
+        """The calls that wrap a model with torch's DDP."""
+        found = self.calls_of("DistributedDataParallel")
+        return [each for each in found if not self._is_off(each)] if self._flags_off else found
+
+    @cached_property
+    def _flags_off(self) -> set[str]:
+        """Names that the module sets once, to False: ``ddp = False``."""
+        return {
+            name
+            for (scope, name), items in self._set.items()
+            if scope is self.tree
+            and len(items) == 1
+            and isinstance(items[0].value, ast.Constant)
+            and items[0].value.value is False
+        }
+
+    def _is_off(self, node: ast.AST) -> bool:
+        """Return whether a flag that is off keeps a node from running."""
+        inner = node
+        for each in self.above(node):
+            held = isinstance(each, ast.If) and inner in each.body
+            if held and last_name(getattr(each, "test", each)) in self._flags_off:
+                return True
+            inner = each
+        return False
+
+    @cached_property
+    def words(self) -> Words:
+        """Names for the rank in this file and those that it imports from the program."""
+        found = self._own_words
+        for other in self.program.imported_by(self):
+            found |= other._own_words
+        return found
+
+    def discerns(self, test: ast.expr) -> bool:
+        """Return whether a condition differs between ranks. False if that is not known."""
+        known = self._discerned.get(test)
+        if known is None:
+            # The result of a function of a rank is unknown, and may be equal on all ranks.
+            made = any(
+                isinstance(each, ast.Call)
+                and each.args
+                and isinstance(each.func, ast.Name)
+                and each.func.id in self.functions
+                and not says_condition(each.func.id)
+                for each in ast.walk(test)
+            )
+            known = self._discerned[test] = not made and self._differs(test)
+        return known
+
+    def _differs(self, test: ast.expr) -> bool:
+        """Return whether a condition differs between ranks by one of its parts."""
+        if not isinstance(test, ast.BoolOp):
+            return discerns(test, self.words) and not is_below_a_number(test)
+        if isinstance(test.op, ast.Or) and not all(map(self._is_of_job, test.values)):
+            # The other part may be true on all ranks.
+            return False
+        return any(map(self._differs, test.values))
+
+    def _is_of_job(self, test: ast.expr) -> bool:
+        """Return whether a condition is on the rank, or on whether the job has several ranks."""
+        words = {
+            str(each.value).lower() if isinstance(each, ast.Constant) else last_name(each).lower()
+            for each in ast.walk(test)
+        }
+        return self._differs(test) or any(part in word for word in words for part in _MODE)
+
+    @cached_property
+    def rank_conditions(self) -> bool:
+        """Whether the file has conditions that differ between ranks."""
+        tests = [each.test for one in (ast.If, ast.IfExp, ast.While) for each in self.of(one)]
+        tests += [each.subject for each in self.of(ast.Match)]
+        tests += [one for each in self.of(ast.comprehension) for one in each.ifs]
+        tests += [one for each in self.of(ast.BoolOp) for one in each.values]
+        return any(map(self.discerns, tests)) or any(
+            runs_on_one_rank(one) for each in self.of(*FUNCTIONS) for one in each.decorator_list
+        )
+
+    @cached_property
+    def _own_words(self) -> Words:
+        """Names that this file sets to a rank or to a condition on it."""
+        found = words_of(self.of(*ASSIGNING))
+        if not found.numbers and not found.conditions:
+            return found
+        made: dict[str, list[ast.expr]] = defaultdict(list)
+        for (_, name), items in self._set.items():
+            made[name] += [each.value for each in items]
+        for name, items in self._attributes.items():
+            made[name] += [each.value for each in items]
+        # A function with arguments depends on more than the rank.
+        returned = {
+            name
+            for name, functions in self.functions.items()
+            if all({each.arg for each in one.args.args} <= {"self", "cls"} for one in functions)
+        }
+        numbers = {
+            name
+            for name in found.numbers
+            if name in returned or (made[name] and all(map(_is_number_of_rank, made[name])))
+        }
+        # A tensor computed from the rank may be reduced before it is tested.
+        conditions = {
+            name
+            for name in found.conditions
+            if name in returned
+            or (made[name] and not any(isinstance(each, ast.Call) for each in made[name]))
+        }
+        return Words(frozenset(numbers), frozenset(conditions))
+
+    # -- values
+
+    def values(self, node: ast.expr) -> Iterator[tuple[Code, Item]]:
+        """Yield what a name or an attribute is set to, in the nearest scope that sets it."""
+        if isinstance(node, ast.Name):
+            for scope in self._visible(node):
+                known = self._set.get((scope, node.id), ())
+                passed = isinstance(scope, _FUNCTIONS) and node.id in parameters_of(scope)
+                seen, always = self._seen_by(node, scope, known)
+                yield from ((self, each) for each in (seen if seen or passed else known))
+                if passed and not always:
+                    yield from self._passed(scope, node.id)
+                if known or passed:
+                    return
+            yield from self.program.imported_values(self, node.id)
+        elif isinstance(node, ast.Attribute):
+            if isinstance(node.value, ast.Name) and node.value.id in self.imports:
+                yield from self.program.module_values(self, node)
+            yield from self._of_attribute(node)
+        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
+            for each in self._attributes.get(f"[{node.slice.value!s}]", ()):
+                yield self, each
+
+    def sets(self, node: ast.expr) -> list[Item]:
+        """Return what this file sets a name or an attribute to, without what calls pass."""
+        if isinstance(node, ast.Attribute):
+            return self._attributes.get(node.attr, [])
+        name = last_name(node)
+        known = (self._set.get((each, name), []) for each in self._visible(node))
+        return next(filter(None, known), [])
+
+    def _seen_by(
+        self, read: ast.Name, scope: ast.AST, known: Sequence[Item]
+    ) -> tuple[Sequence[Item], bool]:
+        """Return the values of a name that a read may see, and whether one is always set before."""
+        if not known or not isinstance(read.ctx, ast.Load) or self.scope(read) is not scope:
+            return known, False
+        seen = self._seen.get(read)
+        if seen is None:
+            sets = {self.statement(each.node) for each in known}
+            found, always = reaching(self.parents.get, scope, read, sets)
+            items = [each for each in known if self.statement(each.node) in found]
+            seen = self._seen[read] = items, always
+        return seen
+
+    def _of_attribute(self, node: ast.Attribute) -> Iterator[tuple[Code, Item]]:
+        for code in self.program.codes:
+            for item in code._attributes.get(node.attr, ()):
+                # An attribute of the same name in another class is a different one.
+                mine = self.owner(node) if last_name(node.value) == "self" else None
+                theirs = code.owner(item.node)
+                if mine is None or theirs is None or self._is_family(mine, code, theirs):
+                    yield code, item
+
+    def _is_family(self, mine: ast.ClassDef, code: Code, theirs: ast.ClassDef) -> bool:
+        """Return whether two classes are the same, or one derives from the other."""
+        if mine is theirs:
+            return True
+        return (code, theirs) in self.program.family(self, mine) or (
+            (self, mine) in self.program.family(code, theirs)
+        )
+
+    def _visible(self, node: ast.AST) -> Iterator[ast.AST]:
+        scope = self.scope(node)
+        yield scope
+        for each in self.above(scope):
+            if isinstance(each, (*_FUNCTIONS, ast.Module)):
+                yield each
+
+    def _passed(self, function: ast.AST, name: str) -> Iterator[tuple[Code, Item]]:
+        """Yield what calls of the program pass as a parameter, and its default."""
+        assert isinstance(function, _FUNCTIONS)
+        default = default_of(function, name)
+        if default is not None:
+            yield self, Item(default, None, False, function)
+        if isinstance(function, ast.Lambda):
+            return
+        for code, call in self.program.callers(self, function):
+            value = argument_of(call, function, name, is_method=self.is_method(function))
+            if value is not None:
+                yield code, Item(value, None, False, call)
+
+    def is_method(self, function: ast.AST) -> bool:
+        """Return whether a function is a method that takes ``self`` or ``cls``."""
+        static = (last_name(each) for each in getattr(function, "decorator_list", ()))
+        return isinstance(self.parents.get(function), ast.ClassDef) and "staticmethod" not in static
+
+    def origins(self, node: ast.expr) -> list[Origin]:
+        """Return the expressions that create the value of an expression."""
+        found: dict[tuple[int, int | None], Origin] = {}
+        self._follow(node, None, found, set(), _DEPTH)
+        return list(found.values())
+
+    def _follow(
+        self,
+        node: ast.expr,
+        index: int | None,
+        found: dict[tuple[int, int | None], Origin],
+        seen: set[tuple[int, int | None]],
+        depth: int,
+    ) -> None:
+        if (id(node), index) in seen or depth < 0:
+            return
+        seen.add((id(node), index))
+        nexts = list(self._next(node, index))
+        if not nexts:
+            found.setdefault((id(node), index), Origin(node, self))
+        for code, each, at in nexts:
+            code._follow(each, at, found, seen, depth - 1)
+
+    def _next(
+        self, node: ast.expr, index: int | None
+    ) -> Iterator[tuple[Code, ast.expr, int | None]]:
+        """Yield the expressions that an expression takes its value from."""
+        if isinstance(node, (ast.Tuple, ast.List)) and index is not None:
+            if index < len(node.elts):
+                yield self, node.elts[index], None
+        elif isinstance(node, (ast.Name, ast.Attribute)):
+            for code, item in self.values(node):
+                if item.is_item:
+                    yield from _items_of(code, item)
+                else:
+                    yield code, item.value, item.position if index is None else index
+        elif isinstance(node, ast.IfExp):
+            yield self, node.body, index
+            yield self, node.orelse, index
+        elif isinstance(node, ast.BoolOp):
+            yield from ((self, each, index) for each in node.values)
+        elif isinstance(node, (ast.NamedExpr, ast.Await)):
+            yield self, node.value, index
+        elif isinstance(node, ast.Subscript):
+            yield from self._next_of_subscript(node, index)
+        elif isinstance(node, ast.Call):
+            yield from self._next_of_call(node, index)
+
+    def _next_of_subscript(
+        self, node: ast.Subscript, index: int | None
+    ) -> Iterator[tuple[Code, ast.expr, int | None]]:
+        if isinstance(node.slice, ast.Constant) and node.slice.value in ENVIRONMENT:
+            return
+        for code, item in self.values(node):
+            yield code, item.value, item.position if index is None else index
+        for made in self._containers(node.value):
+            value = made.node
+            if isinstance(value, ast.Dict):
+                key = ast.dump(node.slice)
+                equal = [
+                    v
+                    for k, v in zip(value.keys, value.values, strict=True)
+                    if k and ast.dump(k) == key
+                ]
+                for each in equal or value.values:
+                    yield made.code, each, index
+            elif isinstance(value, ast.DictComp):
+                yield made.code, value.value, index
+            elif isinstance(value, (ast.List, ast.Tuple)):
+                at = getattr(node.slice, "value", None)
+                known = isinstance(at, int) and -len(value.elts) <= at < len(value.elts)
+                for each in [value.elts[at]] if known and at is not None else value.elts:
+                    yield made.code, each, index
+            elif isinstance(value, (ast.ListComp, ast.GeneratorExp)):
+                yield made.code, value.elt, index
+
+    def _containers(self, node: ast.expr) -> list[Origin]:
+        made = (ast.Dict, ast.DictComp, ast.List, ast.Tuple, ast.ListComp, ast.GeneratorExp)
+        if isinstance(node, made):
+            return [Origin(node, self)]
+        items = [(code, item) for code, item in self.values(node) if item.position is None]
+        return [Origin(item.value, code) for code, item in items if isinstance(item.value, made)]
+
+    def _next_of_call(
+        self, node: ast.Call, index: int | None
+    ) -> Iterator[tuple[Code, ast.expr, int | None]]:
+        name = last_name(node.func)
+        if name in _SAME:
+            if isinstance(node.func, ast.Attribute) and not self.dotted(node.func).startswith(
+                "torch"
+            ):
+                yield self, node.func.value, index
+            elif node.args:
+                yield self, node.args[0], index
+            return
+        if name in ("iter", "enumerate", "cycle", "tqdm", "trange", "zip") and node.args:
+            yield self, node.args[0], index
+            return
+        for code, function in self.program.targets(self, node):
+            for each in code.within(function):
+                if isinstance(each, ast.Return) and each.value is not None:
+                    yield code, each.value, index
+
+
+def _items_of(code: Code, item: Item) -> Iterator[tuple[Code, ast.expr, int | None]]:
+    """Yield the items of a literal, or of the ``values()`` of one."""
+    value = item.value
+    if isinstance(value, (ast.List, ast.Tuple)):
+        for each in value.elts:
+            yield code, each, item.position
+    elif isinstance(value, ast.Call) and last_name(value.func) in ("values", "items"):
+        inner = value.func.value if isinstance(value.func, ast.Attribute) else value
+        for made in code._containers(inner):
+            if isinstance(made.node, ast.Dict):
+                yield from ((made.code, each, None) for each in made.node.values)
+
+
+def _is_number_of_rank(value: ast.expr) -> bool:
+    """Return whether an expression is a rank or a parameter's default, not computed from one."""
+    while isinstance(value, ast.Call) and last_name(value.func) in ("int", "str") and value.args:
+        value = value.args[0]
+    if isinstance(value, ast.Call):
+        return not value.args or last_name(value.func) in ("get", "getenv", "getattr")
+    return isinstance(value, (ast.Name, ast.Attribute, ast.Subscript, ast.Constant, ast.IfExp))
