@@ -17,6 +17,7 @@ from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.formatting import shown
 from ddpdoctor.lint import launch_files
 from ddpdoctor.lint.code import Code
+from ddpdoctor.lint.conditions import runs_alone
 from ddpdoctor.lint.files import SourceFile
 from ddpdoctor.lint.fixes import FIXES, Edit
 from ddpdoctor.lint.program import Program, programs
@@ -186,6 +187,7 @@ def _of_program(
                     for hit in rule.find(code)
                     if not _is_silenced(code, hit.node, rule.code)
                     and _is_run(program, code, rule.code, hit.node)
+                    and not runs_alone(code, hit.node)
                 ]
             except RecursionError:
                 # Code that is nested a thousand levels deep.

@@ -50,7 +50,7 @@ _SETTINGS = (*ENVIRONMENT, "MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES")
 _MODE = ("dist", "ddp", "parallel", "world", "rank", "multi", "single", "gpu", "initialized")
 """Parts of words in conditions on whether a job has several ranks."""
 
-_DEPTH = 8
+_DEPTH = 14
 """The longest chain of names that is followed."""
 
 _SAME = frozenset(
@@ -339,6 +339,12 @@ class Code(Tree):
         """The calls that wrap a model with torch's DDP."""
         found = self.calls_of("DistributedDataParallel")
         return [each for each in found if not self._is_off(each)] if self._flags_off else found
+
+    @cached_property
+    def apex_wraps(self) -> list[ast.Call]:
+        """The calls that wrap a model with the DDP of apex."""
+        calls = self.calls_named("DistributedDataParallel")
+        return [each for each in calls if self.dotted(each.func).startswith("apex.")]
 
     @cached_property
     def _flags_off(self) -> set[str]:

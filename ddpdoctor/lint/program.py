@@ -102,6 +102,7 @@ class Program:
         self.codes = list(codes)
         self._modules = modules
         self._callers: dict[int, list[tuple[Code, ast.Call]]] = {}
+        self._instances: dict[ast.AST, list[tuple[Code, ast.ClassDef]]] = {}
         self._known: dict[str, Any] = {}
         for code in self.codes:
             code.program = self
@@ -176,7 +177,11 @@ class Program:
             return [(other, each) for each in other.functions.get(name, ())] if other else []
         is_super = isinstance(value, ast.Call) and last_name(value.func) == "super"
         if last_name(value) == "self" or is_super:
-            return self._methods(code, call, name, is_super)
+            owner = code.owner(call)
+            return self._methods(self.family(code, owner)[is_super:], name) if owner else []
+        made = self._classes_of(code, value)
+        if made:
+            return [one for each in made for one in self._methods(self.family(*each), name)]
         # A method with a name that only one class of the program has.
         methods = [
             (each, one)
@@ -204,13 +209,36 @@ class Program:
             for one in made & each.classes.keys()
         )
 
+    def _classes_of(self, code: Code, value: ast.expr) -> list[tuple[Code, ast.ClassDef]]:
+        """Return the classes of the program of which a name or an attribute is an instance."""
+        if not isinstance(value, (ast.Name, ast.Attribute)):
+            return []
+        known = self._instances.get(value)
+        if known is None:
+            # What an object is made of may lead to the object itself.
+            known = self._instances[value] = []
+            for each in code.origins(value):
+                if isinstance(each.node, ast.Call) and isinstance(each.node.func, ast.Name):
+                    found = self.class_named(each.code, each.node.func.id)
+                    known += [found] if found is not None and found not in known else []
+        return known
+
+    def class_named(self, code: Code, name: str) -> tuple[Code, ast.ClassDef] | None:
+        """Return the class that a file defines or imports under a name."""
+        if name in code.classes:
+            return code, code.classes[name]
+        found = self._named(code, name)
+        return (
+            (found[0], found[0].classes[found[1]])
+            if found and found[1] in found[0].classes
+            else None
+        )
+
     def _methods(
-        self, code: Code, call: ast.Call, name: str, is_super: bool
+        self, classes: list[tuple[Code, ast.ClassDef]], name: str
     ) -> list[tuple[Code, Function]]:
-        """Return the methods of a name in the class around a call, or in the nearest base."""
-        owner = code.owner(call)
-        classes = self.family(code, owner) if owner is not None else []
-        for other, one in classes[int(is_super) :]:
+        """Return the methods of a name in the first of some classes that has any."""
+        for other, one in classes:
             found = [each for each in other.functions.get(name, ()) if other.parents[each] is one]
             if found:
                 return [(other, each) for each in found]
@@ -228,11 +256,9 @@ class Program:
         found = [(code, owner)]
         for each, one in found:
             for base in one.bases:
-                name = last_name(base)
-                there = each if name in each.classes else (self._named(each, name) or (None,))[0]
-                known = there.classes.get(name) if there is not None else None
-                if there is not None and known is not None and (there, known) not in found:
-                    found.append((there, known))
+                known = self.class_named(each, last_name(base))
+                if known is not None and known not in found:
+                    found.append(known)
         return found
 
     def callers(self, code: Code, function: Function) -> list[tuple[Code, ast.Call]]:
@@ -271,8 +297,8 @@ class Program:
 
     @cached_property
     def wraps(self) -> bool:
-        """Whether the program wraps a model with torch's DDP."""
-        return any(each.wraps for each in self.codes)
+        """Whether the program wraps a model with torch's DDP, or with that of apex."""
+        return any(each.wraps or each.apex_wraps for each in self.codes)
 
     def may_run(self, call: ast.Call, names: Container[str]) -> bool:
         """Return whether a call may be of some functions, or of a function of the program."""

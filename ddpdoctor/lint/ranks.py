@@ -7,7 +7,8 @@ import re
 
 from ddpdoctor.core.syntax import last_name
 from ddpdoctor.diagnose.rank_expressions import OTHER_RANK
-from ddpdoctor.lint.code import ENVIRONMENT, Code
+from ddpdoctor.lint.code import Code
+from ddpdoctor.lint.conditions import runs_alone
 
 _WORLD = re.compile(r"world_?size|num_?(replicas|ranks|processes)|nprocs$", re.IGNORECASE)
 
@@ -30,7 +31,7 @@ def _made(code: Code, node: ast.expr) -> list[ast.expr]:
     """Return the origins of a number in a job of torchrun, without ``int()`` around them."""
     found: list[ast.expr] = []
     for each in code.origins(node):
-        if _is_without_torchrun(each.code, each.node):
+        if runs_alone(each.code, each.node):
             continue
         inner = each.node
         while isinstance(inner, ast.Call) and last_name(inner.func) == "int" and inner.args:
@@ -40,25 +41,6 @@ def _made(code: Code, node: ast.expr) -> list[ast.expr]:
         else:
             found.append(inner)
     return found
-
-
-def _is_without_torchrun(code: Code, node: ast.AST) -> bool:
-    """Return whether only runs without torchrun use a value: ``else`` of ``"RANK" in ...``."""
-    inner = node
-    for each in code.above(node):
-        if isinstance(each, (ast.If, ast.IfExp)):
-            part = each.orelse if isinstance(each.orelse, list) else [each.orelse]
-            test = each.test
-            if (
-                inner in part
-                and isinstance(test, ast.Compare)
-                and isinstance(test.ops[0], ast.In)
-                and isinstance(test.left, ast.Constant)
-                and test.left.value in ENVIRONMENT
-            ):
-                return True
-        inner = each
-    return False
 
 
 def _name_of(code: Code, node: ast.expr) -> str:

@@ -96,6 +96,8 @@ class Reach:
         Not if only a script that never joins a group runs it, or only other programs do.
         """
         around = list(_holders(code, node))
+        if any(_is_replaced(code, each) or self._is_unused(code, each) for each in around):
+            return False
         if any(each in self.ranks for each in around):
             return True
         names = [each.name for each in around if isinstance(each, _BLOCKS)]
@@ -106,9 +108,29 @@ class Reach:
             )
         )
 
+    def _is_unused(self, code: Code, node: ast.AST) -> bool:
+        """Return whether no file of a script mentions a function of a module's level."""
+        return (
+            isinstance(node, FUNCTIONS)
+            and not node.decorator_list
+            and code.parents.get(node) is code.tree
+            and node not in self.ranks
+            and not self._program.codes[0].only_defines
+            and not any(node.name in each.mentioned(each.tree) for each in self._program.codes)
+        )
+
     def only_starts(self, code: Code, node: ast.AST) -> bool:
         """Return whether only the process that starts the ranks runs a node."""
         return any(each in self.starters for each in _holders(code, node))
+
+
+def _is_replaced(code: Code, node: ast.AST) -> bool:
+    """Return whether another function of the same name is defined below, in the same block."""
+    block = getattr(code.parents.get(node), "body", ())
+    return isinstance(node, FUNCTIONS) and any(
+        isinstance(each, FUNCTIONS) and each.name == node.name and not each.decorator_list
+        for each in block[block.index(node) + 1 :]
+    )
 
 
 def _joins(code: Code) -> bool:

@@ -125,7 +125,9 @@ def _wrappers_of(code: Code, loss: ast.Call) -> set[str]:
             if last_name(node.func) in _CUT:
                 continue
             if is_wrapper(code, node.func) and not without_gradients(code, node):
+                # What it gets of others may be detached in it.
                 found.add(ast.unparse(node.func))
+                continue
             # What other functions get beside their input may be indices, lengths or masks.
             passes = _PASSES.search(last_name(node.func)) is not None
             queue += [*node.args, *(each.value for each in node.keywords)][: None if passes else 1]

@@ -35,7 +35,7 @@ def finds_unused(code: Code) -> Iterator[Hit]:
 @rule("DDP307", Severity.INFO)
 def accumulates_without_no_sync(code: Code) -> Iterator[Hit]:
     """Find gradient accumulation that reduces in every backward."""
-    if not code.program.wraps:
+    if not any(each.wraps for each in code.program.codes):
         return
     if code.program.uses("no_sync", "require_backward_grad_sync", "accumulate"):
         return

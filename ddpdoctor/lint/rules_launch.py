@@ -804,6 +804,7 @@ def late_visible_devices(code: Code) -> Iterator[Hit]:
             for call in code.calls
             if code.function(call) is function
             and call.lineno < node.lineno
+            and not exclusive(code, call, node)
             and (
                 (last_name(call.func) == "cuda" and isinstance(call.func, ast.Attribute))
                 or code.dotted(call.func)

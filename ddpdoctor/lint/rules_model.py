@@ -328,12 +328,7 @@ def wrapper_discarded(code: Code) -> Iterator[Hit]:
 @rule("DDP319", Severity.ERROR)
 def rank_only_weights(code: Code) -> Iterator[Hit]:
     """Find weights that only one rank loads after the model was wrapped."""
-    apex = [
-        each
-        for each in code.calls_named("DistributedDataParallel")
-        if code.dotted(each.func) == "apex.parallel.DistributedDataParallel"
-    ]
-    for wrap in (*code.wraps, *apex):
+    for wrap in (*code.wraps, *code.apex_wraps):
         target = bound(code, wrap)
         inner = wrap.args[0] if wrap.args else None
         models = [each for each in (target, inner) if isinstance(each, (ast.Name, ast.Attribute))]

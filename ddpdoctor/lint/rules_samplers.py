@@ -26,11 +26,13 @@ _ALL = TRAINERS | LOADERS
 
 
 def _shuffles(code: Code, sampler: ast.Call) -> bool:
+    """Return whether a sampler shuffles, at least where it is made for the training."""
     shuffle = keyword(sampler, "shuffle", 3)
     if shuffle is None:
         return not has_unpacked(sampler)
     values = [each.node for each in code.origins(shuffle)]
-    return all(_is_for_training(each) for each in values)
+    known = all(isinstance(each, (ast.Constant, ast.Compare)) for each in values)
+    return known and any(map(_is_for_training, values))
 
 
 def _is_for_training(shuffle: ast.expr) -> bool:
@@ -258,12 +260,16 @@ def _feeds_epochs(code: Code, sampler: ast.Call) -> Iterator[ast.AST]:
                 yields = any(isinstance(each, ast.Yield) for each in code.within(node))
                 if runs_backward(code, node) or (yields and code.program.uses("backward")):
                     yield node
-        elif isinstance(node, ast.Call) and last_name(node.func) == "iter" and node.args:
-            # An inner loop takes the batches with `next`.
-            loops = code.loops(node)
-            trains = bool(loops) and runs_often(code, loops[-1]) and runs_backward(code, loops[-1])
-            if trains and _is_over(code, node.args[0], sampler):
-                yield node
+        elif node.args and _takes_batches(code, node) and _is_over(code, node.args[0], sampler):
+            yield node
+
+
+def _takes_batches(code: Code, call: ast.Call) -> bool:
+    """Return whether a loop that trains takes the batches of a call with ``next``."""
+    if last_name(call.func) == "cycle":
+        return code.program.uses("backward")
+    loops = code.loops(call) if last_name(call.func) == "iter" else []
+    return bool(loops) and runs_often(code, loops[-1]) and runs_backward(code, loops[-1])
 
 
 def _is_over(code: Code, node: ast.expr, sampler: ast.Call) -> bool:
