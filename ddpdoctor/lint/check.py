@@ -171,14 +171,8 @@ def _of_program(
         name.startswith("torch") for code in program.codes for name in code.imports.values()
     ):
         return
-    used = [
-        name.lstrip(".")
-        for code in program.codes
-        for name in code.imports.values()
-        if not name.endswith(_ASIDE)
-    ]
-    imported = {".".join(name.split(".")[:count]) for name in used for count in (1, 2)}
-    rules = [each for each in LINT_RULES.values() if not each.moot & imported]
+    frameworks = _frameworks(program)
+    rules = [each for each in LINT_RULES.values() if not each.moot & frameworks]
     for code in codes:
         for rule in rules:
             try:
@@ -199,6 +193,28 @@ def _of_program(
                 if (rule.code, node) not in seen:
                     seen.add((rule.code, node))
                     yield problem
+
+
+def _frameworks(program: Program) -> set[str]:
+    """Return the packages that a program imports, and their parts.
+
+    In a program with DDP, what a function imports under a condition is for another launcher.
+    """
+    names = [
+        each.name if isinstance(node, ast.Import) else f"{node.module or ''}.{each.name}"
+        for code in program.codes
+        for node in code.of(ast.Import, ast.ImportFrom)
+        if code.function(node) is None or not program.wraps or _is_always_run(program, code, node)
+        for each in node.names
+    ]
+    used = [each.lstrip(".") for each in names if not each.endswith(_ASIDE)]
+    return {".".join(name.split(".")[:count]) for name in used for count in (1, 2)}
+
+
+def _is_always_run(program: Program, code: Code, node: ast.AST) -> bool:
+    """Return whether a function of the ranks runs a node under no condition."""
+    held = any(isinstance(each, ast.If) for each in code.above(node))
+    return not held and program.once("reach", lambda: Reach(program)).runs(code, node)
 
 
 _OF_STARTS = re.compile(r"DDP2(?!03|04)")

@@ -116,7 +116,12 @@ class Reach:
             and code.parents.get(node) is code.tree
             and node not in self.ranks
             and not self._program.codes[0].only_defines
-            and not any(node.name in each.mentioned(each.tree) for each in self._program.codes)
+            and not any(
+                node.name in each.mentioned(block)
+                for each in self._program.codes
+                for block in each.tree.body
+                if block is not node
+            )
         )
 
     def only_starts(self, code: Code, node: ast.AST) -> bool:

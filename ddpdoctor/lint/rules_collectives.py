@@ -514,7 +514,7 @@ def name_of_some_ranks(code: Code) -> Iterator[Hit]:
                 continue
             loads = (one for one in code.loads.get(name, ()) if isinstance(one, ast.Name))
             load = next((one for one in loads if _is_read_by_all(code, one, targets[0])), None)
-            if load is not None:
+            if load is not None and not is_guarded(code, load):
                 yield _unset(name, condition, load)
 
 

@@ -10,11 +10,10 @@ from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.syntax import last_name
 from ddpdoctor.lint.calls import has_unpacked, keyword, targets_of
 from ddpdoctor.lint.code import Code, Origin
-from ddpdoctor.lint.conditions import is_quiet, without_gradients
+from ddpdoctor.lint.conditions import is_quiet, under, without_gradients
 from ddpdoctor.lint.loaders import is_loader, is_none, is_sampler, samplers_of
 from ddpdoctor.lint.loops import runs_backward
 from ddpdoctor.lint.program import Program
-from ddpdoctor.lint.ranks import mentions_rank
 from ddpdoctor.lint.rules import LOADERS, TRAINERS, Hit, rule
 
 _ALL = TRAINERS | LOADERS
@@ -99,10 +98,10 @@ def _used(code: Code, block: ast.AST, names: set[str], line: int) -> Hit | None:
     names = _unreduced(code, below, names)
     for each in below:
         if (
-            isinstance(each, ast.BinOp)
+            isinstance(each, (ast.BinOp, ast.AugAssign))
             and isinstance(each.op, ast.Div)
-            and _names_in(each.left) & names
-            and _is_length_of_data(each.right)
+            and _names_in(each.left if isinstance(each, ast.BinOp) else each.target) & names
+            and _is_length_of_data(code, each.right if isinstance(each, ast.BinOp) else each.value)
         ):
             return Hit(
                 each,
@@ -110,7 +109,14 @@ def _used(code: Code, block: ast.AST, names: set[str], line: int) -> Hit | None:
                 "and never reduced over the ranks",
                 "all_reduce the sum and the count, then divide.",
             )
-        if isinstance(each, ast.Call) and _shows(code, each, names):
+        if isinstance(each, ast.Compare) and _picks_best(each, names):
+            return Hit(
+                each,
+                "this decides by what one rank counted over its shard as if it were of the whole "
+                "data set",
+                "all_reduce the sum and the count first.",
+            )
+        if isinstance(each, ast.Call) and _shows(each, names):
             return Hit(
                 each,
                 "this shows what one rank counted over its shard as if it were of the whole "
@@ -173,15 +179,26 @@ def _returned_to(
     return found - {"", "_"}
 
 
-_SHOWN = ("print", "info", "add_scalar", "write", "log", "log_metrics", "print_rank0")
+_SHOWN = re.compile(r"\w*print\w*|(\w+_)?info|add_scalar|write|log(_\w+)?", re.IGNORECASE)
 
 
-def _shows(code: Code, call: ast.Call, names: set[str]) -> bool:
+def _picks_best(test: ast.Compare, names: set[str]) -> bool:
+    """Return whether a comparison looks for the best of some counts: ``loss < best_loss``."""
+    sides = [test.left, test.comparators[0]]
+    best = [any("best" in name.lower() for name in _names_in(each)) for each in sides]
+    return any(best) and any(
+        not is_best and bool(_names_in(each) & names)
+        for each, is_best in zip(sides, best, strict=True)
+    )
+
+
+def _shows(call: ast.Call, names: set[str]) -> bool:
     """Return whether a call prints or logs some counts, and does not name the rank."""
-    if last_name(call.func) not in _SHOWN or mentions_rank(code, call):
+    if not _SHOWN.fullmatch(last_name(call.func)):
         return False
     passed = {name for each in call.args for name in _names_in(each)}
-    return "rank" not in ast.unparse(call).lower() and bool(passed & names)
+    texts = (ast.unparse(each).lower() for each in call.args)
+    return not any("rank" in each for each in texts) and bool(passed & names)
 
 
 _COMBINED = ("all_reduce", "reduce", "all_gather", "gather", "all_gather_object", "reduce_tensor")
@@ -214,9 +231,11 @@ def padded_evaluation(code: Code) -> Iterator[Hit]:
 
 def _evaluates_shard(code: Code, loop: ast.For) -> bool:
     """Return whether a loop evaluates on this rank's shard of the data."""
-    quiet = any(
-        isinstance(each, ast.With) and is_quiet(each) for each in code.within(loop)
-    ) or without_gradients(code, loop)
+    quiet = (
+        any(isinstance(each, ast.With) and is_quiet(each) for each in code.within(loop))
+        or without_gradients(code, loop)
+        or _is_after_eval(code, loop)
+    )
     if runs_backward(code, loop) or not quiet:
         return False
     if _gets_epochs(code, loop.iter):
@@ -226,7 +245,39 @@ def _evaluates_shard(code: Code, loop: ast.For) -> bool:
         samplers_of(each.code, each.node) for each in made if isinstance(each.node, ast.Call)
     ]
     return bool(samplers) and all(
-        any(map(is_sampler, each)) and not any(map(_may_be_off, each)) for each in samplers
+        any(map(is_sampler, each))
+        and (not any(map(_may_be_off, each)) or any(map(_is_of_job, each)))
+        for each in samplers
+    )
+
+
+def _is_of_job(origin: Origin) -> bool:
+    """Return whether a sampler is made under a condition on jobs of several ranks."""
+    words = ("distributed", "ddp", "world_size", "parallel")
+    return is_sampler(origin) and under(origin.code, origin.node, *words)
+
+
+def _is_after_eval(code: Code, loop: ast.For) -> bool:
+    """Return whether a model of a loop is in evaluation mode there, and nothing steps."""
+    if code.called(loop, "step", "zero_grad", "train"):
+        return False
+    block = code.function(loop) or code.tree
+    used = {ast.unparse(each.func) for each in code.within(loop) if isinstance(each, ast.Call)}
+    modes = [
+        (each.lineno, each)
+        for each in code.called(block, "eval", "train")
+        if isinstance(each.func, ast.Attribute)
+        and each.lineno < loop.lineno
+        and ast.unparse(each.func.value) in used
+    ]
+    return bool(modes) and _is_eval(modes[-1][1])
+
+
+def _is_eval(call: ast.Call) -> bool:
+    """Return whether a call is ``model.eval()`` or ``model.train(False)``."""
+    mode = keyword(call, "mode", 0)
+    return last_name(call.func) == "eval" or (
+        isinstance(mode, ast.Constant) and mode.value is False
     )
 
 
@@ -254,6 +305,10 @@ def _gets_epochs(code: Code, node: ast.expr) -> bool:
     )
 
 
+_MEASURES = re.compile(r"loss|acc(uracy)?(_|\d|$)", re.IGNORECASE)
+"""Names of values that a loop computes anew for each batch."""
+
+
 def _counted(code: Code, loop: ast.For) -> set[str]:
     """Return the names that a loop adds up, collects in a list, or averages by a meter."""
     found = set()
@@ -263,6 +318,8 @@ def _counted(code: Code, loop: ast.For) -> set[str]:
             while isinstance(target, ast.Subscript):
                 target = target.value
             found.add(last_name(target))
+        elif isinstance(each, ast.Assign):
+            found |= {name for name in map(last_name, each.targets) if _MEASURES.search(name)}
         elif isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute):
             owner = each.func.value
             meter = each.func.attr == "update" and any(
@@ -274,10 +331,11 @@ def _counted(code: Code, loop: ast.For) -> set[str]:
     return found - {""}
 
 
-def _is_length_of_data(node: ast.expr) -> bool:
-    return (
-        isinstance(node, ast.Call)
-        and last_name(node.func) == "len"
-        and len(node.args) == 1
-        and (last_name(node.args[0]) == "dataset" or "dataset" in last_name(node.args[0]).lower())
+def _is_length_of_data(code: Code, node: ast.expr) -> bool:
+    return any(
+        isinstance(each.node, ast.Call)
+        and last_name(each.node.func) == "len"
+        and len(each.node.args) == 1
+        and "dataset" in last_name(each.node.args[0]).lower()
+        for each in code.origins(node)
     )
