@@ -14,6 +14,7 @@ from ddpdoctor.lint.code import Code
 from ddpdoctor.lint.conditions import guards, in_both_branches, is_guarded, under, without_gradients
 from ddpdoctor.lint.loops import runs_backward
 from ddpdoctor.lint.ranks import depends_on_rank
+from ddpdoctor.lint.reductions import unreduced
 from ddpdoctor.lint.rules import Hit, rule
 
 COLLECTIVES = (
@@ -263,6 +264,7 @@ def skipped_on_one_rank(code: Code) -> Iterator[Hit]:
     if not code.program.wraps:
         return
     yield from _stepped_alone(code)
+    yield from _stepped_by_own_loss(code)
     for each in code.of(ast.Break):
         yield from _left(code, each)
     for node in code.of(ast.If):
@@ -303,6 +305,36 @@ def _stepped_alone(code: Code) -> Iterator[Hit]:
             )
 
 
+def _stepped_by_own_loss(code: Code) -> Iterator[Hit]:
+    """Yield steps of a scheduler by a loss that a loop of the same function added up."""
+    for call in code.calls_by_name.get("step", ()):
+        given = call.args[0] if len(call.args) == 1 else None
+        owner = last_name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+        if not isinstance(given, ast.Name) or "sched" not in owner.lower() or guards(code, call):
+            continue
+        inside = [
+            each
+            for each in code.within(code.function(call) or code.tree)
+            if getattr(each, "lineno", call.lineno) < call.lineno
+        ]
+        loops = [each for each in inside if isinstance(each, ast.For) and runs_backward(code, each)]
+        added = {
+            last_name(each.target)
+            for loop in loops
+            for each in code.within(loop)
+            if isinstance(each, ast.AugAssign)
+            and any(isinstance(one, ast.Call) and last_name(one.func) == "item"
+                    for one in ast.walk(each.value))
+        }  # fmt: skip
+        if given.id in unreduced(code, inside, added):
+            yield Hit(
+                call,
+                "each rank steps this scheduler by its own loss, so that learning rates differ "
+                "and the ranks' models drift apart",
+                "all_reduce the loss first.",
+            )
+
+
 _STEPPED = {"sched": "scheduler", "optim": "optimizer", "scaler": "optimizer"}
 """Parts of the names of objects that all ranks have to step, and what they are."""
 
@@ -322,6 +354,7 @@ def _counts(code: Code, loop: ast.AST, node: ast.If) -> bool:
     )
 
 
+_SIZES = {"len", "size", "numel", "shape"}
 _TESTED = frozenset(("isnan", "isinf", "isfinite", "any", "all", "sum"))
 
 
@@ -333,6 +366,11 @@ def _is_of_one_rank(code: Code, loop: ast.AST, test: ast.expr) -> bool:
     words = [each for each in ast.walk(test) if isinstance(each, (ast.Name, ast.Attribute))]
     if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Is):
         return last_name(test.left) in mine
+    if isinstance(test, ast.Compare) and isinstance(test.comparators[0], ast.Constant):
+        counts = test.comparators[0].value == 0 and isinstance(test.ops[0], (ast.Eq, ast.LtE))
+        sizes = {last_name(each) for each in ast.walk(test.left)} & _SIZES
+        if counts and sizes and any(last_name(each) in mine for each in words):
+            return True
     return any(
         isinstance(each, ast.Call) and last_name(each.func) in _TESTED for each in ast.walk(test)
     ) and any(last_name(each) in mine or "loss" in last_name(each).lower() for each in words)

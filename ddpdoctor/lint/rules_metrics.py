@@ -8,12 +8,13 @@ from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.syntax import last_name
-from ddpdoctor.lint.calls import has_unpacked, keyword, targets_of
+from ddpdoctor.lint.calls import has_unpacked, keyword
 from ddpdoctor.lint.code import Code, Origin
 from ddpdoctor.lint.conditions import is_quiet, under, without_gradients
 from ddpdoctor.lint.loaders import is_loader, is_none, is_sampler, samplers_of
 from ddpdoctor.lint.loops import runs_backward
 from ddpdoctor.lint.program import Program
+from ddpdoctor.lint.reductions import counted, names_in, reduces, unreduced
 from ddpdoctor.lint.rules import LOADERS, TRAINERS, Hit, rule
 
 _ALL = TRAINERS | LOADERS
@@ -23,19 +24,19 @@ _ALL = TRAINERS | LOADERS
 def shard_not_reduced(code: Code) -> Iterator[Hit]:
     """Find metrics of one shard that are used as if they covered the whole data set."""
     for other, loop in _evaluations(code.program):
-        counted = _counted(other, loop)
+        names = counted(other, loop)
         function = other.function(loop)
         if other is code:
-            hit = _used(code, function or code.tree, counted, loop.end_lineno or loop.lineno)
+            hit = _used(code, function or code.tree, names, loop.end_lineno or loop.lineno)
             if hit is not None:
                 yield hit
                 continue
         if function is None:
             continue
         for caller, call in code.program.callers(other, function):
-            names = _returned_to(caller, call, other, function, counted)
-            if caller is code and names:
-                hit = _used(code, code.function(call) or code.tree, names, call.lineno)
+            given = _returned_to(caller, call, other, function, names)
+            if caller is code and given:
+                hit = _used(code, code.function(call) or code.tree, given, call.lineno)
                 if hit is not None:
                     yield hit
                     break
@@ -53,54 +54,22 @@ def _evaluations(program: Program) -> list[tuple[Code, ast.For]]:
             for node in code.of(ast.For)
             if _evaluates_shard(code, node)
             and not any(
-                isinstance(each, ast.Call) and _reduces(code, each, known=True)
+                isinstance(each, ast.Call) and reduces(code, each, known=True)
                 for each in code.within(node)
             )
         ],
     )
 
 
-_REDUCES = re.compile(r"reduce|gather|sync(?!hronize$)|broadcast|aggregat|merge|average_", re.I)
-_PLAIN = frozenset(
-    ("numpy", "np", "torch", "sklearn", "scipy", "math", "logging", "wandb", "json", "os", "time")
-)
-"""Packages whose functions combine nothing over the ranks, except those of `_REDUCES`."""
-
-
-def _reduces(code: Code, call: ast.Call, depth: int = 2, known: bool = False) -> bool:
-    """Return whether a call may combine its arguments over the ranks.
-
-    Args:
-        code: The file.
-        call: The call.
-        depth: How far calls are followed.
-        known: Ignore functions of files that are not there.
-    """
-    name = last_name(call.func)
-    if _REDUCES.search(name):
-        return True
-    targets = code.program.targets(code, call)
-    if targets:
-        return depth > 0 and any(
-            isinstance(each, ast.Call) and _reduces(other, each, depth - 1, known=True)
-            for other, function in targets
-            for each in other.within(function)
-        )
-    if known:
-        return False
-    full = code.imports.get(name, "") if isinstance(call.func, ast.Name) else ""
-    return bool(full) and full.partition(".")[0] not in _PLAIN
-
-
 def _used(code: Code, block: ast.AST, names: set[str], line: int) -> Hit | None:
     """Return where a block uses counts of one shard below a line, if nothing reduces them."""
     below = [each for each in code.within(block) if getattr(each, "lineno", 0) > line]
-    names = _unreduced(code, below, names)
+    names = unreduced(code, below, names)
     for each in below:
         if (
             isinstance(each, (ast.BinOp, ast.AugAssign))
             and isinstance(each.op, ast.Div)
-            and _names_in(each.left if isinstance(each, ast.BinOp) else each.target) & names
+            and names_in(each.left if isinstance(each, ast.BinOp) else each.target) & names
             and _is_length_of_data(code, each.right if isinstance(each, ast.BinOp) else each.value)
         ):
             return Hit(
@@ -126,44 +95,12 @@ def _used(code: Code, block: ast.AST, names: set[str], line: int) -> Hit | None:
     return None
 
 
-def _names_in(node: ast.AST) -> set[str]:
-    return {last_name(each) for each in ast.walk(node)} - {""}
-
-
-def _unreduced(code: Code, nodes: list[ast.AST], names: set[str]) -> set[str]:
-    """Return some names and those computed from them, without what is reduced or made of it."""
-    found = set(names)
-    made: list[tuple[set[str], set[str]]] = []
-    for each in nodes:
-        value = getattr(each, "value", None) if targets_of(each) else None
-        used = _names_in(value) & found if value is not None else set()
-        if used:
-            parts = [
-                part
-                for target in targets_of(each)
-                for part in (target.elts if isinstance(target, ast.Tuple) else [target])
-            ]
-            made.append(({last_name(part) for part in parts}, used))
-            found |= made[-1][0]
-    reduced = {
-        name
-        for each in nodes
-        if isinstance(each, ast.Call) and _reduces(code, each)
-        for name in _names_in(each) & found
-    }
-    for targets, used in reversed(made):
-        reduced |= used if targets & reduced else set()
-    for targets, used in made:
-        reduced |= targets if used & reduced else set()
-    return found - reduced - {""}
-
-
 def _returned_to(
-    caller: Code, call: ast.Call, code: Code, function: ast.AST, counted: set[str]
+    caller: Code, call: ast.Call, code: Code, function: ast.AST, own: set[str]
 ) -> set[str]:
     """Return the names to which a caller sets what a function counted."""
     inside = code.within(function)
-    names = _unreduced(code, inside, counted)
+    names = unreduced(code, inside, own)
     statement = caller.statement(call)
     if not isinstance(statement, ast.Assign) or statement.value is not call:
         return set()
@@ -173,8 +110,8 @@ def _returned_to(
         value = each.value if isinstance(each, ast.Return) else None
         if isinstance(value, ast.Tuple) and isinstance(target, ast.Tuple):
             pairs = zip(target.elts, value.elts, strict=False)
-            found |= {last_name(one) for one, part in pairs if _names_in(part) & names}
-        elif value is not None and _names_in(value) & names and not isinstance(target, ast.Tuple):
+            found |= {last_name(one) for one, part in pairs if names_in(part) & names}
+        elif value is not None and names_in(value) & names and not isinstance(target, ast.Tuple):
             found.add(last_name(target))
     return found - {"", "_"}
 
@@ -185,9 +122,9 @@ _SHOWN = re.compile(r"\w*print\w*|(\w+_)?info|add_scalar|write|log(_\w+)?", re.I
 def _picks_best(test: ast.Compare, names: set[str]) -> bool:
     """Return whether a comparison looks for the best of some counts: ``loss < best_loss``."""
     sides = [test.left, test.comparators[0]]
-    best = [any("best" in name.lower() for name in _names_in(each)) for each in sides]
+    best = [any("best" in name.lower() for name in names_in(each)) for each in sides]
     return any(best) and any(
-        not is_best and bool(_names_in(each) & names)
+        not is_best and bool(names_in(each) & names)
         for each, is_best in zip(sides, best, strict=True)
     )
 
@@ -196,7 +133,7 @@ def _shows(call: ast.Call, names: set[str]) -> bool:
     """Return whether a call prints or logs some counts, and does not name the rank."""
     if not _SHOWN.fullmatch(last_name(call.func)):
         return False
-    passed = {name for each in call.args for name in _names_in(each)}
+    passed = {name for each in call.args for name in names_in(each)}
     texts = (ast.unparse(each).lower() for each in call.args)
     return not any("rank" in each for each in texts) and bool(passed & names)
 
@@ -303,32 +240,6 @@ def _gets_epochs(code: Code, node: ast.expr) -> bool:
         for call in code.calls_by_name.get("set_epoch", ())
         if code.function(call) is code.function(node)
     )
-
-
-_MEASURES = re.compile(r"loss|acc(uracy)?(_|\d|$)", re.IGNORECASE)
-"""Names of values that a loop computes anew for each batch."""
-
-
-def _counted(code: Code, loop: ast.For) -> set[str]:
-    """Return the names that a loop adds up, collects in a list, or averages by a meter."""
-    found = set()
-    for each in code.within(loop):
-        if isinstance(each, ast.AugAssign) and isinstance(each.op, ast.Add):
-            target: ast.expr = each.target
-            while isinstance(target, ast.Subscript):
-                target = target.value
-            found.add(last_name(target))
-        elif isinstance(each, ast.Assign):
-            found |= {name for name in map(last_name, each.targets) if _MEASURES.search(name)}
-        elif isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute):
-            owner = each.func.value
-            meter = each.func.attr == "update" and any(
-                isinstance(made.node, ast.Call) and "AverageMeter" in last_name(made.node.func)
-                for made in code.origins(owner)
-            )
-            if each.func.attr in ("append", "extend") or meter:
-                found.add(last_name(owner))
-    return found - {""}
 
 
 def _is_length_of_data(code: Code, node: ast.expr) -> bool:
