@@ -22,6 +22,7 @@ from ddpdoctor.diagnose.rank_expressions import (
     says_condition,
     words_of,
 )
+from ddpdoctor.lint.branches import is_for_one_process
 from ddpdoctor.lint.calls import (
     argument_of,
     default_of,
@@ -31,14 +32,12 @@ from ddpdoctor.lint.calls import (
 )
 from ddpdoctor.lint.files import SourceFile
 from ddpdoctor.lint.flow import reaching
+from ddpdoctor.lint.names import ENVIRONMENT
 
 if TYPE_CHECKING:
     from ddpdoctor.lint.program import Program
 
 _FUNCTIONS = (*FUNCTIONS, ast.Lambda)
-ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-"""Environment variables of the launcher."""
-
 _PARALLEL = frozenset(
     ("distributed", "DistributedDataParallel", "DistributedSampler", "init_process_group", "spawn")
 )
@@ -274,8 +273,8 @@ class Code(Tree):
     def is_torch(self, call: ast.AST, *names: str) -> bool:
         """Return whether a call is of one of torch's functions or classes, by its last name.
 
-        Names of other packages, such as apex, are not torch's. A name from a star import or a
-        relative import counts as torch's.
+        Names of other packages, such as apex, are not torch's, but MONAI's loaders and samplers
+        are. A name from a star import or a relative import counts as torch's.
         """
         if not isinstance(call, ast.Call) or (
             last_name(call.func) not in names and not isinstance(call.func, ast.Name)
@@ -287,7 +286,7 @@ class Code(Tree):
         first = full.partition(".")[0]
         if isinstance(call.func, ast.Name) and call.func.id not in self.imports:
             return not full.startswith("<")
-        return first in ("torch", "torchvision", "") or full in names
+        return first in ("torch", "torchvision", "monai", "") or full in names
 
     def is_dist(self, call: ast.AST, *names: str) -> bool:
         """Return whether a call is of one of torch.distributed's functions."""
@@ -423,7 +422,12 @@ class Code(Tree):
     @cached_property
     def _own_words(self) -> Words:
         """Names that this file sets to a rank or to a condition on it."""
-        found = words_of(self.of(*ASSIGNING))
+        alone = {
+            each
+            for each in self.of(ast.Assign)
+            if isinstance(self.parents[each], ast.If) and is_for_one_process(self, each)
+        }
+        found = words_of(each for each in self.of(*ASSIGNING) if each not in alone)
         if not found.numbers and not found.conditions:
             return found
         made: dict[str, list[ast.expr]] = defaultdict(list)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 
 from ddpdoctor.core.syntax import FUNCTIONS, LEAVING, last_name
 from ddpdoctor.diagnose.rank_expressions import by_rank_alone, runs_on_one_rank
+from ddpdoctor.lint.branches import ifs_before, is_for_one_process
 from ddpdoctor.lint.calls import argument_of, calls_in, has_unpacked, keyword, parameters_of
-from ddpdoctor.lint.code import ENVIRONMENT, Code
+from ddpdoctor.lint.code import Code
 
 _COMPARISONS = frozenset(("main", "master", "chief", "primary", "verbose", "gpu", "device", "root"))
 
@@ -94,21 +94,12 @@ def _left_above(code: Code, parent: ast.AST, inner: ast.stmt) -> list[tuple[ast.
     """
     return [
         (each, False)
-        for each in _before(parent, inner)
+        for each in ifs_before(parent, inner)
         if isinstance(each.body[-1], LEAVING)
         and code.discerns(each.test)
         # A `continue` that depends on more than the rank may let a later round reach it.
         and (isinstance(each.body[-1], ast.Return) or by_rank_alone(each.test, code.words))
     ]
-
-
-def _before(parent: ast.AST, inner: ast.AST) -> list[ast.If]:
-    """Return the ``if`` statements before a statement in its block."""
-    for name in ("body", "orelse", "finalbody"):
-        block = getattr(parent, name, None)
-        if isinstance(block, list) and inner in block:
-            return [each for each in block[: block.index(inner)] if isinstance(each, ast.If)]
-    return []
 
 
 def _ended_above(code: Code, node: ast.AST) -> bool:
@@ -117,7 +108,7 @@ def _ended_above(code: Code, node: ast.AST) -> bool:
         code.discerns(test.test) and _ends(test.body[-1])
         for inner in (node, *code.above(node))
         if isinstance(inner, ast.stmt)
-        for test in _before(code.parents[inner], inner)
+        for test in ifs_before(code.parents[inner], inner)
     )
 
 
@@ -155,68 +146,21 @@ def is_guarded(code: Code, node: ast.AST, depth: int = 4) -> bool:
     return bool(callers) and all(is_guarded(each, call, depth - 1) for each, call in callers)
 
 
-_SEVERAL = re.compile(
-    r"(is_|use_|using_|in_)?(distributed|ddp|dist)(_run|_mode|_training)?",
-    re.IGNORECASE,
-)
-"""Names of conditions that hold in all ranks of a job of several ranks, and in no other job."""
-
-_WORLD = re.compile(r"(.*_)?(world_?size|num_(replicas|ranks|processes)|nprocs)", re.IGNORECASE)
-
-
 def runs_alone(code: Code, node: ast.AST, depth: int = 2) -> bool:
-    """Return whether only jobs of one process run a node: the ``else`` of ``if distributed:``.
+    """Return whether only jobs of one process run a node, by its branch or those of its callers.
 
     Args:
         code: The file.
         node: The node.
         depth: How far the callers of its function are followed.
     """
-    inner = node
-    for each in code.above(node):
-        if isinstance(each, (ast.If, ast.IfExp)) and inner is not each.test:
-            body = each.body if isinstance(each.body, list) else [each.body]
-            if _of_several(each.test) is (inner not in body):
-                return True
-        if isinstance(inner, ast.stmt) and any(
-            isinstance(test.body[-1], LEAVING) and _of_several(test.test)
-            for test in _before(each, inner)
-        ):
-            return True
-        inner = each
+    if is_for_one_process(code, node):
+        return True
     function = code.function(node)
     if function is None or depth <= 0 or code.program.is_passed(function):
         return False
     callers = code.program.callers(code, function)
     return bool(callers) and all(runs_alone(each, call, depth - 1) for each, call in callers)
-
-
-def _of_several(test: ast.expr) -> bool | None:
-    """Return what a condition is in a job of several ranks, and not in another. None if unknown."""
-    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-        value = _of_several(test.operand)
-        return None if value is None else not value
-    if isinstance(test, ast.Compare) and len(test.ops) == 1:
-        return _compares_several(test.left, test.ops[0], test.comparators[0])
-    name = last_name(test.func) if isinstance(test, ast.Call) else last_name(test)
-    return True if _SEVERAL.fullmatch(name) else None
-
-
-_COMPARED = {
-    (ast.Gt, "1"): True, (ast.GtE, "2"): True, (ast.NotEq, "1"): True,
-    (ast.Eq, "1"): False, (ast.LtE, "1"): False, (ast.Lt, "2"): False,
-    (ast.NotEq, "-1"): True, (ast.Gt, "-1"): True, (ast.Eq, "-1"): False,
-}  # fmt: skip
-
-
-def _compares_several(left: ast.expr, how: ast.cmpop, right: ast.expr) -> bool | None:
-    """Return what a comparison with 1 or -1 is in a job of several ranks, and not in another."""
-    if isinstance(how, ast.In) and isinstance(left, ast.Constant) and left.value in ENVIRONMENT:
-        return True
-    name = last_name(left.func) if isinstance(left, ast.Call) else last_name(left)
-    number = ast.unparse(right)
-    is_rank = number == "-1" and name.endswith("rank")
-    return _COMPARED.get((type(how), number)) if is_rank or _WORLD.fullmatch(name) else None
 
 
 def _needed(code: Code, node: ast.AST) -> set[str]:

@@ -51,3 +51,6 @@ train training type will_sync_module_buffers xpu zero_grad
 
 WRAPPER = frozenset(_OF_WRAPPER.split())
 """Attributes that a DDP object has itself."""
+
+ENVIRONMENT = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+"""Environment variables of the launcher."""

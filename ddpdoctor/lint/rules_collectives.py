@@ -14,7 +14,7 @@ from ddpdoctor.lint.code import Code
 from ddpdoctor.lint.conditions import guards, in_both_branches, is_guarded, under, without_gradients
 from ddpdoctor.lint.loops import runs_backward
 from ddpdoctor.lint.ranks import depends_on_rank
-from ddpdoctor.lint.reductions import unreduced
+from ddpdoctor.lint.reductions import names_in, unreduced
 from ddpdoctor.lint.rules import Hit, rule
 
 COLLECTIVES = (
@@ -149,27 +149,46 @@ def _buffers(code: Code) -> Severity | None:
         A warning if the program uses modules with buffers, an info if its models are unknown, and
         None if all modules are known and have no buffers.
     """
-    codes = code.program.codes
-    wraps = [wrap for each in codes for wrap in each.wraps]
-    if all(map(_keeps_buffers, wraps)):
+    program = code.program
+    wraps = [(each, wrap) for each in program.codes for wrap in each.wraps]
+    if all(_keeps_buffers(wrap) for _, wrap in wraps):
         return None
-    if any(
-        "BatchNorm" in name or name == "register_buffer" or full.startswith(_WITH_BUFFERS)
-        for each in codes
-        for name, full in (*each.imports.items(), *((name, "") for name in each.calls_by_name))
-    ):
-        return Severity.WARNING
-    wrapped = [
-        made
-        for each in codes
-        for wrap in each.wraps
+    classes = [
+        program.class_named(made.code, last_name(getattr(made.node, "func", made.node)))
+        for each, wrap in wraps
         for made in (each.origins(wrap.args[0]) if wrap.args else ())
     ]
-    known = all(
-        isinstance(each.node, ast.Call) and last_name(each.node.func) in each.code.classes
-        for each in wrapped
+    known = [each for each in classes if each is not None]
+    if classes and len(known) == len(classes):
+        return _of_classes(known)
+    has = any(_makes_buffers(each, each.tree) for each in program.codes)
+    return Severity.WARNING if has else Severity.INFO
+
+
+def _of_classes(classes: list[tuple[Code, ast.ClassDef]]) -> Severity | None:
+    """Return the severity for modules of some classes of the program, with those they mention."""
+    queue = list(dict.fromkeys(classes))
+    known = True
+    for code, one in queue:
+        if _makes_buffers(code, one):
+            return Severity.WARNING
+        for name in names_in(one):
+            found = code.program.class_named(code, name)
+            queue += [found] if found is not None and found not in queue else []
+            # A class of another package may have buffers.
+            other = code.imports.get(name, "torch")
+            known = known and (found is not None or name.islower() or other.startswith("torch"))
+    return None if known else Severity.INFO
+
+
+def _makes_buffers(code: Code, block: ast.AST) -> bool:
+    """Return whether a part of a file mentions modules with buffers."""
+    return any(
+        "BatchNorm" in name
+        or name == "register_buffer"
+        or code.imports.get(name, "").startswith(_WITH_BUFFERS)
+        for name in names_in(block)
     )
-    return None if wrapped and known else Severity.INFO
 
 
 def _forward_of(code: Code, call: ast.Call) -> tuple[Code, ast.Call] | None:
@@ -187,14 +206,30 @@ def _forward_of(code: Code, call: ast.Call) -> tuple[Code, ast.Call] | None:
             and _certainly_ddp(code, given, call)
         }
         for each in (one for one in other.within(function) if isinstance(one, ast.Call)):
-            own = isinstance(each.func, ast.Attribute) and _certainly_ddp(other, each.func, each)
-            if not own and not (isinstance(each.func, ast.Name) and each.func.id in passed):
+            if not _runs_ddp(other, function, each, passed):
                 continue
             # A function may unwrap the module first.
             if not guards(other, each) and not other.binds(function, last_name(each.func)):
                 quiet = without_gradients(code, call)
                 return (code, call) if quiet else (other, each)
     return None
+
+
+def _runs_ddp(code: Code, function: ast.AST, call: ast.Call, passed: set[str]) -> bool:
+    """Return whether a call in a function runs a DDP object.
+
+    Args:
+        code: The file.
+        function: The function.
+        call: The call.
+        passed: The function's parameters that are DDP objects.
+    """
+    name = call.func.id if isinstance(call.func, ast.Name) else ""
+    if name in parameters_of(function) or code.binds(function, name):
+        return name in passed
+    return isinstance(call.func, (ast.Name, ast.Attribute)) and _certainly_ddp(
+        code, call.func, call
+    )
 
 
 def _keeps_buffers(wrap: ast.Call) -> bool:
@@ -251,7 +286,10 @@ def _certainly_ddp(code: Code, node: ast.expr, at: ast.expr, depth: int = 2) -> 
     bound = [
         (item.node.lineno, any(each in code.wraps for each in ast.walk(item.value)))
         for other, item in code.values(node)
-        if other is code and isinstance(item.node, ast.Assign) and item.node.lineno < at.lineno
+        if other is code
+        and isinstance(item.node, ast.Assign)
+        # What a function reads of the scope around it is set by the time it is called.
+        and (item.node.lineno < at.lineno or code.scope(item.node) is not code.scope(node))
     ]
     if any(is_ddp for _, is_ddp in bound):
         return max(bound)[1]

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.syntax import last_name
 from ddpdoctor.lint.calls import has_unpacked, keyword
-from ddpdoctor.lint.code import ENVIRONMENT, Code
+from ddpdoctor.lint.code import Code
 from ddpdoctor.lint.conditions import exclusive, under
-from ddpdoctor.lint.names import DISTRIBUTED
+from ddpdoctor.lint.names import DISTRIBUTED, ENVIRONMENT
 from ddpdoctor.lint.program import Program
 from ddpdoctor.lint.ranks import counts_gpus, is_local_rank, is_rank, is_world_size, variable
 from ddpdoctor.lint.rules import Hit, rule
@@ -386,7 +386,7 @@ def local_rank_option(code: Code) -> Iterator[Hit]:
     parallel = program.uses("init_process_group", "DistributedDataParallel", "DistributedSampler")
     if not parallel or program.uses("spawn", "deepspeed"):
         return
-    for call in code.calls_by_name.get("add_argument", ()):
+    for call in _options(code):
         names = [each.value for each in call.args if isinstance(each, ast.Constant)]
         if "--local_rank" not in names or "--local-rank" in names:
             continue
@@ -409,6 +409,19 @@ def local_rank_option(code: Code) -> Iterator[Hit]:
                 'Use parser.add_argument("--local-rank", "--local_rank", type=int, '
                 'default=int(os.environ.get("LOCAL_RANK", 0))).',
             )
+
+
+def _options(code: Code) -> Iterator[ast.Call]:
+    """Yield the calls of ``add_argument``, also under a short name: ``arg("--local_rank")``."""
+    yield from code.calls_by_name.get("add_argument", ())
+    short = {
+        name
+        for load in code.loads.get("add_argument", ())
+        if isinstance(made := code.parents[load], ast.Assign)
+        for name in map(last_name, made.targets)
+    }
+    for name in short:
+        yield from code.calls_by_name.get(name, ())
 
 
 def _is_true(node: ast.expr | None) -> bool:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.core.syntax import last_name
-from ddpdoctor.lint.calls import has_unpacked, keyword
+from ddpdoctor.core.syntax import LOOPS, last_name
+from ddpdoctor.lint.calls import has_unpacked, keyword, targets_of
 from ddpdoctor.lint.code import Code, Origin
 from ddpdoctor.lint.conditions import exclusive, under
 from ddpdoctor.lint.loaders import is_loader, is_sampler, sampler_of, samplers_of
@@ -19,6 +20,7 @@ from ddpdoctor.lint.ranks import (
     is_world_size,
     mentions_rank,
 )
+from ddpdoctor.lint.reductions import names_in
 from ddpdoctor.lint.rules import LOADERS, TRAINERS, Hit, rule
 from ddpdoctor.lint.wrapped import is_wrapper
 
@@ -242,14 +244,40 @@ def missing_set_epoch(code: Code) -> Iterator[Hit]:
     for call in code.calls_of("DistributedSampler"):
         if not _shuffles(code, call):
             continue
-        places = (one for other in code.program.codes for one in _feeds_epochs(other, call))
-        if any(not _has_epoch(code, call, place) for place in places):
+        places = [one for other in code.program.codes for one in _feeds_epochs(other, call)]
+        never = not places and _trains_on_unknown(code, call)
+        if never or any(not _has_epoch(code, call, place) for place in places):
             yield Hit(
                 call,
                 "set_epoch() is never called on this DistributedSampler, so every epoch has the "
                 "same order",
                 "Call sampler.set_epoch(epoch) at the top of the epoch loop.",
             )
+
+
+_OTHER_DATA = re.compile(r"val|test|eval|dev|infer|predict", re.IGNORECASE)
+
+
+def _trains_on_unknown(code: Code, sampler: ast.Call) -> bool:
+    """Return whether a program without any ``set_epoch`` may train for epochs with a sampler.
+
+    It does if it trains over something whose origin is unknown, and the sampler is of no other
+    data.
+    """
+    statement, function = code.statement(sampler), code.function(sampler)
+    around = [function.name] if function is not None else []
+    around += [name for target in targets_of(statement) for name in names_in(target)]
+    if code.program.uses("set_epoch") or any(map(_OTHER_DATA.search, around)):
+        return False
+    if any("set_epoch" in each.mentioned(each.tree) for each in code.program.codes):
+        return False
+    return any(
+        repeats(other, loop)
+        and not any(isinstance(each, LOOPS) for each in other.within(loop))
+        and not any(map(is_loader, made := other.origins(loop.iter)))
+        and all(isinstance(each.node, (ast.Name, ast.Attribute)) for each in made)
+        for other, loop in training_loops(code.program)
+    )
 
 
 def _feeds_epochs(code: Code, sampler: ast.Call) -> Iterator[ast.AST]:
