@@ -182,16 +182,27 @@ class Program:
         made = self._classes_of(code, value)
         if made:
             return [one for each in made for one in self._methods(self.family(*each), name)]
-        # A method with a name that only one class of the program has.
+        # A method with a name that only one class of the program has, with its bases.
         methods = [
             (each, one)
             for each in self.codes
             for one in each.functions.get(name, ())
             if each.is_method(one)
         ]
-        if len(methods) != 1 or name in _COMMON_METHODS:
+        if len(methods) > 1:
+            methods = self._of_one_family(methods)
+        if not methods or name in _COMMON_METHODS:
             return []
         return methods if name not in WRAPPER or self._is_made(code, value, *methods[0]) else []
+
+    def _of_one_family(self, methods: list[tuple[Code, Function]]) -> list[tuple[Code, Function]]:
+        """Return the method of the class that all others of some methods are bases of."""
+        owners = [(each, each.parents[one]) for each, one in methods]
+        for (code, owner), method in zip(owners, methods, strict=True):
+            family = self.family(code, owner) if isinstance(owner, ast.ClassDef) else []
+            if all(each in family for each in owners):
+                return [method]
+        return []
 
     def _is_made(self, code: Code, value: ast.expr, other: Code, method: ast.AST) -> bool:
         """Return whether an object is an instance of a method's class, or has a similar name.

@@ -14,6 +14,7 @@ from ddpdoctor.lint.conditions import (
     under,
     without_gradients,
 )
+from ddpdoctor.lint.ranks import is_world_size
 from ddpdoctor.lint.rules import TRAINERS, Hit, rule
 from ddpdoctor.lint.wrapped import is_wrapper
 
@@ -318,4 +319,32 @@ def autograd_grad(code: Code) -> Iterator[Hit]:
                     "torch.autograd.grad does not run DDP's hooks, so these gradients are this "
                     "rank's alone",
                     "Use loss.backward(), or all_reduce the gradients.",
+                )
+
+
+@rule("DDP329", Severity.WARNING)
+def divided_by_world_size(code: Code) -> Iterator[Hit]:
+    """Find losses that are divided by the number of ranks, by which DDP divides gradients."""
+    if not any(each.wraps for each in code.program.codes):
+        return
+    for call in code.calls_by_name.get("backward", ()):
+        receiver = call.func.value if isinstance(call.func, ast.Attribute) else None
+        if isinstance(receiver, ast.Call) and last_name(receiver.func) == "scale" and receiver.args:
+            receiver = receiver.args[0]
+        # A loss of gathered outputs may be meant so.
+        gathers = code.called(code.function(call) or code.tree, "all_gather", "gather")
+        for made in code.origins(receiver) if receiver is not None and not gathers else ():
+            node = made.node
+            if (
+                isinstance(node, ast.BinOp)
+                and isinstance(node.op, ast.Div)
+                and isinstance(node.right, (ast.Name, ast.Attribute, ast.Call))
+                and is_world_size(made.code, node.right)
+                and made.code is code
+            ):
+                yield Hit(
+                    node,
+                    "DDP averages gradients over the ranks already, so this divides them by the "
+                    "number of ranks twice",
+                    "Leave the division out.",
                 )

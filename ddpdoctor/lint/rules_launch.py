@@ -202,7 +202,7 @@ def barrier_without_device(code: Code) -> Iterator[Hit]:
             continue
         function = code.function(init)
         inside = code.within(function or code.tree)
-        for call in code.called(function or code.tree, "barrier"):
+        for call in _barriers(code, inside):
             before = any(
                 isinstance(each, ast.Call)
                 and each.lineno < call.lineno
@@ -218,6 +218,20 @@ def barrier_without_device(code: Code) -> Iterator[Hit]:
                     "Call torch.cuda.set_device(local_rank) first, or pass device_id to "
                     "init_process_group.",
                 )
+
+
+def _barriers(code: Code, nodes: list[ast.AST]) -> Iterator[ast.Call]:
+    """Yield the calls that wait in a barrier, themselves or in a function of the program."""
+    for each in nodes:
+        if isinstance(each, ast.Call) and (
+            last_name(each.func) == "barrier"
+            or any(
+                other.calls_of_dist(function, "barrier")
+                and not other.called(function, "init_process_group")
+                for other, function in code.program.targets(code, each)
+            )
+        ):
+            yield each
 
 
 _CHOOSES = re.compile(r"(set|init|select|choose|pick)[a-z]*_?.*(device|gpu|cuda|dist)", re.I)
