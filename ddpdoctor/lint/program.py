@@ -221,8 +221,8 @@ class Program:
         )
 
     def _classes_of(self, code: Code, value: ast.expr) -> list[tuple[Code, ast.ClassDef]]:
-        """Return the classes of the program of which a name or an attribute is an instance."""
-        if not isinstance(value, (ast.Name, ast.Attribute)):
+        """Return the classes of the program of which a value is an instance."""
+        if not isinstance(value, (ast.Name, ast.Attribute, ast.Call)):
             return []
         known = self._instances.get(value)
         if known is None:

@@ -348,7 +348,7 @@ def _stepped_by_own_loss(code: Code) -> Iterator[Hit]:
     for call in code.calls_by_name.get("step", ()):
         given = call.args[0] if len(call.args) == 1 else None
         owner = last_name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
-        if not isinstance(given, ast.Name) or "sched" not in owner.lower() or guards(code, call):
+        if given is None or "sched" not in owner.lower() or guards(code, call):
             continue
         inside = [
             each
@@ -364,7 +364,7 @@ def _stepped_by_own_loss(code: Code) -> Iterator[Hit]:
             and any(isinstance(one, ast.Call) and last_name(one.func) == "item"
                     for one in ast.walk(each.value))
         }  # fmt: skip
-        if given.id in unreduced(code, inside, added):
+        if names_in(given) & unreduced(code, inside, added):
             yield Hit(
                 call,
                 "each rank steps this scheduler by its own loss, so that learning rates differ "
