@@ -751,6 +751,10 @@ def data_parallel(code: Code) -> Iterator[Hit]:
                 each.code is not code
                 or (each.node.lineno <= call.lineno and not exclusive(code, each.node, call))
             ):
+                held = {one for one in each.code.above(each.node) if isinstance(one, ast.If)}
+                if held - set(code.above(call)):
+                    # A job of several ranks may not take this branch: `if n_gpu > 1`.
+                    continue
                 yield Hit(
                     call,
                     "DDP wraps a DataParallel model, so each rank uses the GPUs of all others",
