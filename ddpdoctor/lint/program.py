@@ -178,7 +178,8 @@ class Program:
         is_super = isinstance(value, ast.Call) and last_name(value.func) == "super"
         if last_name(value) == "self" or is_super:
             owner = code.owner(call)
-            return self._methods(self.family(code, owner)[is_super:], name) if owner else []
+            found = self._methods(self.family(code, owner)[is_super:], name) if owner else []
+            return found if found or is_super or owner is None else self._derived(code, owner, name)
         made = self._classes_of(code, value)
         if made:
             return [one for each in made for one in self._methods(self.family(*each), name)]
@@ -219,6 +220,16 @@ class Program:
             for each in self.codes
             for one in made & each.classes.keys()
         )
+
+    def _derived(self, code: Code, owner: ast.ClassDef, name: str) -> list[tuple[Code, Function]]:
+        """Return the methods of a name in the classes that derive from a class."""
+        return [
+            (each, one)
+            for each in self.codes
+            for one in each.functions.get(name, ())
+            if isinstance(holder := each.parents[one], ast.ClassDef)
+            and (code, owner) in self.family(each, holder)
+        ]
 
     def _classes_of(self, code: Code, value: ast.expr) -> list[tuple[Code, ast.ClassDef]]:
         """Return the classes of the program of which a value is an instance."""
