@@ -19,8 +19,8 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.lint import files
 from ddpdoctor.lint.check import check
-from ddpdoctor.lint.flake8 import Plugin
 from ddpdoctor.lint.code import Code
+from ddpdoctor.lint.flake8 import Plugin
 from ddpdoctor.lint.rules import LINT_RULES, Hit
 from tests.conftest import ROOT
 
