@@ -25,6 +25,9 @@ _JOINS = re.compile(
 
 _STARTS = ("spawn", "start_processes", "Process")
 _DYNAMIC = ("import_module", "entry_points", "__import__")
+_BY_NAME = ("Fire", "getattr", "globals", "locals")
+"""Functions that find others by names that may be computed."""
+
 _SCRIPTS = 8
 """How many files are looked at that are a script and imported by another one."""
 
@@ -116,6 +119,7 @@ class Reach:
             and code.parents.get(node) is code.tree
             and node not in self.ranks
             and not self._program.codes[0].only_defines
+            and not self._program.uses(*_DYNAMIC, *_BY_NAME)
             and not any(
                 node.name in each.mentioned(block)
                 for each in self._program.codes

@@ -140,7 +140,8 @@ def test_code_that_does_not_parse_is_the_jobs_own(script: str, tmp_path: Path, t
 def test_run_prints_errors_while_the_job_runs(
     script: str, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    (tmp_path / "train.py").write_text(SICK.replace("import torch", "input()\n\nimport torch"))
+    text = SICK.replace("import torch", "input()\n\nimport torch")
+    (tmp_path / "train.py").write_text(f'{text}\nif __name__ == "other":\n    report(0)\n')
     command = [sys.executable, "-m", "ddpdoctor", "run", "--no-debug", "--run-dir", "run", *options]
     with subprocess.Popen(
         [*command, "--", sys.executable, script],
