@@ -422,24 +422,18 @@ class Code(Tree):
     @cached_property
     def _own_words(self) -> Words:
         """Names that this file sets to a rank or to a condition on it."""
-        alone = {
-            each
-            for each in self.of(ast.Assign)
-            if isinstance(self.parents[each], ast.If) and is_for_one_process(self, each)
-        }
-        found = words_of(each for each in self.of(*ASSIGNING) if each not in alone)
+        found = words_of(each for each in self.of(*ASSIGNING) if not self._is_set_alone(each))
         if not found.numbers and not found.conditions:
             return found
         made: dict[str, list[ast.expr]] = defaultdict(list)
-        for (_, name), items in self._set.items():
-            made[name] += [each.value for each in items]
-        for name, items in self._attributes.items():
+        local = ((name, items) for (_, name), items in self._set.items())
+        for name, items in (*local, *self._attributes.items()):
             made[name] += [each.value for each in items]
         # A function with arguments depends on more than the rank.
         returned = {
             name
             for name, functions in self.functions.items()
-            if all({each.arg for each in one.args.args} <= {"self", "cls"} for one in functions)
+            if all(parameters_of(each) <= {"self", "cls"} for each in functions)
         }
         numbers = {
             name
@@ -450,10 +444,14 @@ class Code(Tree):
         conditions = {
             name
             for name in found.conditions
-            if name in returned
-            or (made[name] and not any(isinstance(each, ast.Call) for each in made[name]))
+            if name in returned or (made[name] and ast.Call not in map(type, made[name]))
         }
         return Words(frozenset(numbers), frozenset(conditions))
+
+    def _is_set_alone(self, node: ast.AST) -> bool:
+        """Return whether a branch that only jobs of one process take sets a name."""
+        held = isinstance(node, ast.Assign) and isinstance(self.parents[node], ast.If)
+        return held and is_for_one_process(self, node)
 
     # -- values
 

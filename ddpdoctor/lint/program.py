@@ -183,7 +183,10 @@ class Program:
         made = self._classes_of(code, value)
         if made:
             return [one for each in made for one in self._methods(self.family(*each), name)]
-        # A method with a name that only one class of the program has, with its bases.
+        return self._only_methods(code, value, name)
+
+    def _only_methods(self, code: Code, value: ast.expr, name: str) -> list[tuple[Code, Function]]:
+        """Return the method of a name that only one class of the program has, with its bases."""
         methods = [
             (each, one)
             for each in self.codes

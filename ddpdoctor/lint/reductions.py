@@ -75,7 +75,7 @@ def unreduced(code: Code, nodes: list[ast.AST], names: set[str]) -> set[str]:
 
 
 _MEASURES = re.compile(r"loss|acc(uracy)?(_|\d|$)", re.IGNORECASE)
-"""Names of values that a loop computes anew for each batch."""
+"""Names of values that a loop computes for each batch."""
 
 
 def counted(code: Code, loop: ast.For) -> set[str]:

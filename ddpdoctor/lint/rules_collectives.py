@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.core.syntax import FUNCTIONS, LOOPS, Loop, last_name
+from ddpdoctor.core.syntax import FUNCTIONS, LOOPS, Loop, last_name, walk
 from ddpdoctor.diagnose.rank_expressions import allowed
 from ddpdoctor.lint.calls import argument_of, calls_in, keyword, parameters_of, targets_of
 from ddpdoctor.lint.code import Code
@@ -404,14 +404,20 @@ def _is_of_one_rank(code: Code, loop: ast.AST, test: ast.expr) -> bool:
     words = [each for each in ast.walk(test) if isinstance(each, (ast.Name, ast.Attribute))]
     if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Is):
         return last_name(test.left) in mine
-    if isinstance(test, ast.Compare) and isinstance(test.comparators[0], ast.Constant):
-        counts = test.comparators[0].value == 0 and isinstance(test.ops[0], (ast.Eq, ast.LtE))
-        sizes = {last_name(each) for each in ast.walk(test.left)} & _SIZES
-        if counts and sizes and any(last_name(each) in mine for each in words):
-            return True
+    if _asks_if_empty(test) and any(last_name(each) in mine for each in words):
+        return True
     return any(
         isinstance(each, ast.Call) and last_name(each.func) in _TESTED for each in ast.walk(test)
     ) and any(last_name(each) in mine or "loss" in last_name(each).lower() for each in words)
+
+
+def _asks_if_empty(test: ast.expr) -> bool:
+    """Return whether a condition compares a size with 0."""
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], (ast.Eq, ast.LtE)):
+        return False
+    other = test.comparators[0]
+    sized = bool({last_name(each) for each in walk(test.left)} & _SIZES)
+    return sized and isinstance(other, ast.Constant) and other.value == 0
 
 
 def _of_batch(code: Code, loop: ast.AST) -> set[str]:

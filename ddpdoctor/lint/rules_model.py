@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Iterator, Sequence
 
 from ddpdoctor.core.finding import Severity
-from ddpdoctor.core.syntax import LOOPS, last_name
+from ddpdoctor.core.syntax import FUNCTIONS, LOOPS, last_name
 from ddpdoctor.lint.calls import calls_in, keyword, targets_of
 from ddpdoctor.lint.code import Code
 from ddpdoctor.lint.conditions import (
@@ -584,7 +585,8 @@ def _is_wrapped_at(code: Code, place: ast.AST, node: ast.expr) -> bool:
             return False
     elif node.lineno <= getattr(place, "lineno", 0) or exclusive(code, place, node):
         return False
-    held = any(isinstance(each, (ast.If, ast.For, ast.While)) for each in code.above(place))
+    inside = itertools.takewhile(lambda each: not isinstance(each, FUNCTIONS), code.above(place))
+    held = any(isinstance(each, (ast.If, ast.For, ast.While)) for each in inside)
     return not held or under(code, place, "ddp", "dist", "world", "gpu", "rank")
 
 

@@ -13,6 +13,7 @@ import pytest
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.lint import check, files
 from ddpdoctor.lint.rules import LINT_RULES
+from tests.support import marks
 
 FOLDER = Path(__file__).with_name("snippets")
 
@@ -32,6 +33,14 @@ def problems(code: str, path: str = "train.py") -> list[tuple[int, str]]:
     """Return line and code of what is found, without infos."""
     found = check.check([files.parse(path, code.encode())])
     return [(each.line, each.code) for each in found if each.severity > Severity.INFO]
+
+
+def codes(code: str) -> list[str]:
+    """Return the codes of all that is found, also of infos."""
+    return sorted(each.code for each in check.check([files.parse("train.py", code.encode())]))
+
+
+JOBS = [path for folder in marks.FOLDERS for path in sorted(folder.glob("*.py"))]
 
 
 def expected(code: str) -> list[tuple[int, str]]:
@@ -76,6 +85,18 @@ def test_names_do_not_matter(name: str) -> None:
     renamed = ast.unparse(Renamed().visit(ast.parse(CASES[name])))
     wanted = sorted(each for _, each in expected(CASES[name]))
     assert sorted(each for _, each in problems(renamed)) == wanted
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.stem)
+def test_a_main_guard_does_not_matter(job: Path) -> None:
+    tree = ast.parse(job.read_text())
+    before = codes(ast.unparse(tree))
+    guard = ast.parse('if __name__ == "__main__": pass').body[0]
+    assert isinstance(guard, ast.If)
+    imports = [each for each in tree.body if isinstance(each, (ast.Import, ast.ImportFrom))]
+    guard.body = [each for each in tree.body if each not in imports]
+    tree.body = [*imports, guard]
+    assert codes(ast.unparse(tree)) == before
 
 
 @pytest.mark.parametrize("name", [name for name, code in CASES.items() if "# expect" in code])
