@@ -6,6 +6,7 @@ import contextlib
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +15,20 @@ from ddpdoctor.commands.scale import check_command, make_folder, sizes_option
 from ddpdoctor.core import options
 from ddpdoctor.core.commands import in_own_process
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.finding import RULES, Finding, Severity, examine, to_record, worst_first
+from ddpdoctor.core.finding import (
+    RULES,
+    Finding,
+    Severity,
+    examine,
+    explains,
+    to_record,
+    worst_first,
+)
 from ddpdoctor.core.formatting import count, json_text, shown
 from ddpdoctor.core.options import Given, Parser
+from ddpdoctor.diagnose.parity import rows
 from ddpdoctor.diagnose.parity.rules import compared
-from ddpdoctor.diagnose.parity.training import Training, at, training_of, wrapped_at
+from ddpdoctor.diagnose.parity.training import Training, training_of, wrapped_at
 from ddpdoctor.render import console, terminal
 from ddpdoctor.replay.gradients import Comparison, Difference
 from ddpdoctor.run.names import CAPSULE, TRAINED
@@ -31,6 +41,7 @@ from ddpdoctor.supervise import command as job_command
 
 DEFAULT_STEPS = 100
 REPLAYED_STEP = 5  # A step after the first, in which torch and the job still prepare
+WRITE_TIMEOUT = 1.0  # Seconds after the last step, in which the ranks write what they recorded
 REPLAY_TIMEOUT = 600.0  # Seconds
 
 PARSER = Parser(
@@ -50,6 +61,7 @@ Options:
   --steps N         End each run after N optimizer steps [default: 100].
   --replay          Keep step 5 of each rank, compute it again in one process,
                     and compare the average of the ranks' gradients with DDP's.
+  -v, --verbose     Print all rows, also if all sizes train alike.
   --json            Print one JSON object.
   --run-dir DIR     Keep run directories and logs in DIR, new or empty
                     [default: a directory below <tmp>/ddpdoctor-<uid>/].
@@ -103,7 +115,7 @@ def main(words: Sequence[str]) -> int:
     if "--json" in given:
         print(json_text(_document(every, found, failed)))
     else:
-        _print(every, found, failed)
+        _print(every, found, failed, bool(found) or "--verbose" in given)
     sys.stdout.flush()
     return int(bool(failed) or any(each.severity > Severity.INFO for each in found))
 
@@ -145,10 +157,14 @@ def _run(
     variables: dict[str, str],
     line: terminal.StatusLine,
 ) -> None:
+    enough: list[float] = []
+
     def made(number: int) -> None:
         line.show(f"{planned.words}: {count(number, 'step') if number else 'starts'}")
         if number >= steps:
-            raise _Enough
+            enough.append(time.monotonic())
+            if enough[-1] - enough[0] > WRITE_TIMEOUT:
+                raise _Enough
 
     words = ["--overhead-budget", "100", *launch.words(planned)]
     with contextlib.suppress(_Enough):
@@ -174,8 +190,8 @@ def _read(directory: Path) -> Compared:
 
 
 _EXAMINED = frozenset(
-    ("DDP101", "DDP102", "DDP103", "DDP107", "DDP110", "DDP113", "DDP114", "DDP309", "DDP317",
-     "DDP329", "DDP330", "DDP337", "DDP601", "DDP701")
+    ("DDP101", "DDP102", "DDP103", "DDP105", "DDP107", "DDP110", "DDP113", "DDP114", "DDP115",
+     "DDP116", "DDP117", "DDP317", "DDP329", "DDP330", "DDP337", "DDP342", "DDP601", "DDP701")
 )  # fmt: skip
 """Rules on one run whose findings change what a job trains with. Others are the run's own."""
 
@@ -205,8 +221,11 @@ def _findings(every: Sequence[Compared]) -> list[Finding]:
         found += each.findings
     for each in every:
         found += _wrong_gradient(each)
-    # A fault of several sizes is one.
-    return worst_first({each.identity: each for each in reversed(found)}.values())
+    # A fault of several sizes is one. What a single run shows replaces what two sizes do.
+    single = {each.identity: each for each in found}.values()
+    return worst_first(
+        each for each in single if not any(explains(cause, each) for cause in single)
+    )
 
 
 def _wrong_gradient(each: Compared) -> list[Finding]:
@@ -247,15 +266,19 @@ def _wrong_gradient(each: Compared) -> list[Finding]:
 # -- output
 
 
-def _print(every: Sequence[Compared], found: Sequence[Finding], failed: Sequence[str]) -> None:
+def _print(
+    every: Sequence[Compared], found: Sequence[Finding], failed: Sequence[str], full: bool
+) -> None:
     for text in failed:
         print(shown(f"ddpdoctor: {text}"))
     if len(every) < 2:
         print("ddpdoctor: fewer than two sizes can be compared")
         return
-    for name, *cells in _table([each.training for each in every], [e.replayed for e in every]):
+    table = _table([e.training for e in every], [e.replayed for e in every], full)
+    for name, *cells in table:
         print(shown(f"{name:<30}" + "".join(f"{cell:>18}" for cell in cells)))
-    print()
+    if full:
+        print()
     for finding in found:
         colour = terminal.wants_colour(sys.stdout.fileno())
         print(console.render(finding, colour=colour, width=terminal.width(sys.stdout.fileno())))
@@ -273,38 +296,16 @@ def _verdict(every: Sequence[Compared], found: Sequence[Finding]) -> str:
 
 
 def _table(
-    trainings: Sequence[Training], replayed: Sequence[Comparison | None]
-) -> list[tuple[str, ...]]:
-    """Return the rows of the table, without those in which nothing is known."""
-    seen = min(each.samples for each in trainings)
-    rows = [
-        ("", *(count(each.ranks, "rank") for each in trainings)),
-        ("samples per optimizer step", *(f"{each.batch:g}" for each in trainings)),
-        ("optimizer steps per epoch", *(_known(e.epoch and e.epoch.steps) for e in trainings)),
-        ("samples per epoch", *(_known(e.epoch and e.epoch.drawn) for e in trainings)),
-        ("learning rate at first", *(_known(e.rate_at(0)) for e in trainings)),
-        (f"learning rate at {seen}", *(_known(e.rate_at(seen)) for e in trainings)),
-        ("weight decay", *(_known(e.decay) for e in trainings)),
-        (f"loss after {seen} samples", *(_known(_loss(e, seen)) for e in trainings)),
-        ("BatchNorm over", *(_normalized(e) for e in trainings)),
-        ("DDP's gradient", *(_gradient(each) for each in replayed)),
-        ("gradient of the whole batch", *(_whole(each) for each in replayed)),
-    ]
-    return [rows[0], *(row for row in rows[1:] if any(cell != "-" for cell in row[1:]))]
-
-
-def _known(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}" if value else "0"
-
-
-def _loss(training: Training, samples: int) -> float | None:
-    """Return the mean of the losses around a number of samples."""
-    near = [each.value for each in training.losses if 0.9 * samples <= each.samples <= samples]
-    return sum(near) / len(near) if near else at(training.losses, samples)
-
-
-def _normalized(training: Training) -> str:
-    return "-" if training.synchronized else f"{training.batch / training.ranks:g} samples"
+    trainings: Sequence[Training], replayed: Sequence[Comparison | None], full: bool = True
+) -> list[rows.Row]:
+    """Return the rows of the table, fewer of them for sizes that train alike."""
+    found = [*rows.head(trainings), *(rows.body(trainings) if full else ())]
+    if any(each is not None for each in replayed):
+        found += [
+            ("DDP's gradient", *map(_gradient, replayed)),
+            ("gradient of the whole batch", *map(_whole, replayed)),
+        ]
+    return found
 
 
 def _gradient(replayed: Comparison | None) -> str:
@@ -343,7 +344,17 @@ def _document(
                     "length": training.epoch.length,
                     "samples": training.epoch.drawn,
                     "steps": training.epoch.steps,
+                    "missing": training.epoch.missing,
+                    "doubled": training.epoch.doubled,
                 },
+                "schedule": training.schedule
+                and {
+                    "warm_up": training.schedule.peak,
+                    "half": training.schedule.half,
+                    "end": training.schedule.end,
+                },
+                "average_half_life": training.half_life,
+                "clipped": training.clipped,
                 "gradient": replayed
                 and {
                     "step": replayed.step,

@@ -629,6 +629,24 @@ _AVERAGE = re.compile(r"ema|avg|average|teacher|shadow|swa|momentum|target", re.
 _NO_USE = ("state_dict", "load_state_dict", "to", "cuda", "eval", "train", "parameters", "buffers")
 
 
+_AVERAGED = re.compile(r"ema|shadow|swa|teacher|update_parameters|average[dr]?_model", re.I)
+_BLENDS = ("lerp_", "add_", "_foreach_lerp_", "_foreach_add_")
+"""Functions that move one tensor towards another."""
+
+
+def averaged_at(run: Run) -> Location | None:
+    """Return the first line of the job that updates an average of a model's weights."""
+    for path in files_of(run):
+        for node in nodes_of(path):
+            if not isinstance(node, ast.Call):
+                continue
+            name, text = last_name(node.func), ast.unparse(node)
+            blends = name in _BLENDS and ("lerp" in name or "mul_" in text)
+            if blends or (_UPDATES.match(name) and _AVERAGED.search(text)):
+                return Location(path, node.lineno)
+    return None
+
+
 def updated_on_some_ranks(run: Run) -> tuple[Location, Location] | None:
     """Return where only some ranks update an average of weights, and where all ranks use it."""
     paths = files_of(run)

@@ -285,14 +285,15 @@ def observe(state: RankState) -> None:
     subscribe(Checkpoints(state))
     subscribe(Schedulers(state, replicas))
     subscribe(LaunchOptions(state))
-    if os.environ.get(TRAINED) or os.environ.get(CAPSULE):
-        # Imported only where it is asked for.
+    # Both are imported only where they are asked for.
+    if os.environ.get(TRAINED):
+        from ddpdoctor.probe.observers import trained
+
+        subscribe(trained.Trained(state))
+    if os.environ.get(CAPSULE):
         from ddpdoctor.probe.observers import capsules
 
-        if os.environ.get(TRAINED):
-            subscribe(capsules.Trained(state))
-        if os.environ.get(CAPSULE):
-            subscribe(capsules.Capsules(state))
+        subscribe(capsules.Capsules(state))
     # It comes after the observers that it paces.
     subscribe(pacing)
 

@@ -34,10 +34,6 @@ WITHOUT_JOB = (
     "See why this line takes longer",
     # `ddpdoctor parity` prints them: tests/parity follows them.
     "Divide the sum of the losses by the number of all ranks",
-    "Give the loader a DistributedSampler, so that each rank gets its part",
-    "Let the data be divided once",
-    "Compute the schedule's lengths",
-    "Scale the rate with the batch",
     # They take a GPU, several nodes, a slow core, an older torch, or a machine under load.
     "Call torch.cuda.set_device(local_rank)",
     "Keep shapes alike",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from tests.support.marks import (
     needed_gpus,
     options,
     read,
+    sizes,
 )
 
 SAMPLE = {"ddp401_barrier_on_rank_0"}
@@ -69,6 +71,12 @@ def examined(doctor: Doctor, kind: Kind, path: Path, note: Note) -> Verdict:
         pytest.skip("makes a rank no slower than the others where none of them gets a core")
     report = doctor.directory / "findings.json"
     report.touch()
+    if sizes(path):
+        words = ["parity", "--json", "--run-dir", "sizes", "--nproc", sizes(path)]
+        compared = json.loads(doctor.cli(*words, "--", str(path)).stdout)
+        assert compared["failed"] == []
+        report.write_text("".join(f"{json.dumps(each)}\n" for each in compared["findings"]))
+        return judged(kind, path, read(report))
     hangs = kind == "sick" and path.stem.startswith(("ddp4", "ddp8"))
     words = ["--json", str(report), "--quiet", *options(path)]
     words += [] if hangs else ["--kill-on-hang"]

@@ -8,8 +8,16 @@ from dataclasses import replace
 import pytest
 
 from ddpdoctor.core.finding import Finding
+from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.parity.rules import compared
-from ddpdoctor.diagnose.parity.training import Epoch, Point, Training, at, training_of
+from ddpdoctor.diagnose.parity.training import (
+    Epoch,
+    Point,
+    Schedule,
+    Training,
+    at,
+    training_of,
+)
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.base import JsonObject
 from tests.support.written import Written
@@ -99,10 +107,14 @@ def training(ranks: int, rate: Callable[[int], float], steps: int = 60) -> Train
         by_step=tuple(rate(step) for step in range(steps)),
         decay=0.0,
         losses=(),
-        epoch=Epoch(480, 480, 480 // batch, None),
-        synchronized=True,
+        epoch=Epoch(480, 480 // batch, 480 // batch, 480, shuffled=True, repeated=True),
+        normalized=None,
         stepped=None,
     )
+
+
+def constant(ranks: int) -> Training:
+    return training(ranks, lambda step: 0.1 * ranks, 120)
 
 
 def codes(base: Training, other: Training) -> list[str]:
@@ -110,27 +122,109 @@ def codes(base: Training, other: Training) -> list[str]:
 
 
 def test_rates() -> None:
-    constant = training(1, lambda step: 0.1, 120)
-    assert codes(constant, training(2, lambda step: 0.1)) == ["DDP339"]
-    assert codes(constant, training(2, lambda step: 0.2)) == []
+    base = constant(1)
+    assert codes(base, training(2, lambda step: 0.1)) == ["DDP339"]
+    assert codes(base, training(2, lambda step: 0.2)) == []
     same = replace(training(2, lambda step: 0.1), batch=8.0)
-    assert codes(constant, same) == []
+    assert codes(base, same) == []
 
 
-def test_a_schedule_that_counts_steps() -> None:
+def test_a_rate_by_hand_that_counts_steps() -> None:
     base = training(1, lambda step: 0.1 * 0.98**step, 120)
     assert codes(base, training(2, lambda step: 0.2 * 0.98**step)) == ["DDP331"]
     assert codes(base, training(2, lambda step: 0.2 * 0.98 ** (2 * step))) == []
+    # It is not known that the job trains for epochs.
+    for epoch in (None, Epoch(480, 60, 60, 480)):
+        other = training(2, lambda step: 0.2 * 0.98**step)
+        assert codes(replace(base, epoch=epoch), replace(other, epoch=epoch)) == []
+
+
+def scheduled(ranks: int, end: float | None, peak: float = 0.0) -> Training:
+    """A job of 60 steps an epoch on one rank, with a schedule in steps."""
+    half = None if end is None else (end + peak) / 2
+    made = Location("/job/train.py", 5)
+    schedule = Schedule("CosineAnnealingLR", made, 0.1 * ranks, peak, half or 90.0, end)
+    return replace(constant(ranks), schedule=schedule)
 
 
 @pytest.mark.parametrize(
-    ("drawn", "expected"), [(960, "2 times the samples"), (240, "only 50% of"), (482, "")]
+    ("one", "two", "expected"),
+    [
+        ((300, 0), (150, 0), ""),
+        ((300, 30), (150, 15), ""),
+        ((300, 0), (300, 0), "ends after 5 epochs with 1 rank, and after 10 with 2 ranks"),
+        ((300, 0), (75, 0), "after 2.5 with 2 ranks: 50% of the training"),
+        ((300, 60), (150, 60), "the warm-up takes 40% of the learning rate's schedule with 2"),
+        ((300, 15), (150, 15), ""),
+        ((None, 0), (None, 0), "halves the rate after 1.5 epochs"),
+    ],
 )
-def test_an_epoch_with_other_samples(drawn: int, expected: str) -> None:
-    other = replace(training(2, lambda step: 0.2), epoch=Epoch(480, drawn, drawn // 16, None))
-    messages = [each.message for each in compared(training(1, lambda step: 0.1, 120), other)]
+def test_a_schedule(
+    one: tuple[float | None, float], two: tuple[float | None, float], expected: str
+) -> None:
+    found = list(compared(scheduled(1, *one), scheduled(2, *two)))
+    assert [each.code for each in found] == ["DDP331"] * bool(expected)
+    assert all(expected in each.message and each.location for each in found)
+    # A job that trains for a number of steps may count them.
+    steps = [
+        replace(scheduled(ranks, *each), epoch=Epoch(480, 60 // ranks, 60 // ranks, 480))
+        for ranks, each in ((1, one), (2, two))
+    ]
+    assert codes(*steps) == []
+
+
+def test_averaged_weights() -> None:
+    def averaged(ranks: int, decay: float) -> Training:
+        return replace(constant(ranks), averages=(1.0, *[decay] * 30))
+
+    assert codes(averaged(1, 0.99), averaged(4, 0.99)) == ["DDP341"]
+    assert codes(averaged(1, 0.99), averaged(4, 0.99**4)) == []
+    assert codes(averaged(1, 0.99), constant(4)) == []
+    (found,) = compared(averaged(1, 0.99), averaged(4, 0.99))
+    assert found.fix.endswith("decay ** 4 is 0.960596.")
+
+
+@pytest.mark.parametrize(
+    ("epoch", "expected"),
+    [
+        (Epoch(480, 60, 60, 960), "2 times the samples"),
+        (Epoch(480, 15, 15, 240), "only 50% of"),
+        (Epoch(480, 30, 30, 482), ""),
+        (Epoch(480, 29, 29, 472, missing=8, shuffled=True), ""),
+        (Epoch(480, 6, 6, 420, missing=60, shuffled=True), "the last 60 of 480 samples"),
+        (Epoch(480, 30, 30, 480, missing=96, doubled=96, shuffled=True), "drawn twice"),
+        (Epoch(480, 30, 30, 480, shuffled=False), "read the data in their order"),
+        (Epoch(480, 30, 30, 480, shuffled=None), ""),
+        (Epoch(480, 30, 30), ""),
+    ],
+)
+def test_an_epoch_with_other_samples(epoch: Epoch, expected: str) -> None:
+    messages = [each.message for each in compared(constant(1), replace(constant(2), epoch=epoch))]
     assert len(messages) == bool(expected)
     assert all(expected in each for each in messages)
+
+
+@pytest.mark.parametrize(
+    ("norms", "said"),
+    [
+        (lambda rank, step: (1.0 + 0.3 * rank, 0.5), True),
+        (lambda rank, step: (1.0, 0.5), False),
+        (lambda rank, step: (1.0 + 0.3 * rank, 0.5 + 0.1 * rank), False),
+        (lambda rank, step: (1.0 + 0.3 * (rank and step < 9), 0.5), False),
+    ],
+)
+def test_gradients_that_are_clipped_on_each_rank(
+    written: Written, norms: Callable[[int, int], tuple[float, float]], said: bool
+) -> None:
+    written.world_size = 2
+    clip = {"kind": "clip", "step": 0, "call": "clip_grad_norm_", "path": "/job/t.py", "line": 9}
+    for rank in (0, 1):
+        steps = [*trained(lambda step: 8, lambda step: 1.9)]
+        for each in steps:
+            each["norm"], each["used"] = norms(rank, int(str(each["step"])))
+        written.rank(rank, [clip, *steps])
+    found = [each for each in written.findings(status=0) if each.code == "DDP342"]
+    assert [str(each.location) for each in found] == ["/job/t.py:9"] * said
 
 
 def test_a_value_after_some_samples() -> None:

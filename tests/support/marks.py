@@ -97,6 +97,12 @@ def options(path: Path) -> list[str]:
     return match[1].split() if match is not None else []
 
 
+def sizes(path: Path) -> str:
+    """The numbers of ranks with which ``ddpdoctor parity`` runs a job. Empty if it does not."""
+    match = re.search(r"^# parity: ([\d,]+)$", path.read_text(), re.MULTILINE)
+    return match[1] if match is not None else ""
+
+
 def fix(path: Path) -> str:
     """How the fix begins that a job's findings print; ``{}`` stands for what varies."""
     match = re.search(r"^# fix: (.+)$", path.read_text(), re.MULTILINE)

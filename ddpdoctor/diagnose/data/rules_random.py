@@ -73,7 +73,8 @@ def same_random_numbers(run: Run) -> Iterator[Finding]:
         For draws within the model's forward if anything there is called dropout, for few numbers in
         the loop (a size, the order of an epoch), for numbers drawn on a GPU, where the loss is
         reduced, and for a batch that never changes. It is information if a data set draws a few
-        numbers for each batch, alike on the ranks but not in each worker.
+        numbers for each batch, alike on the ranks but not in each worker, and if `ddpdoctor parity`
+        sees masks of dropout that are the same on all ranks.
     """
     found = next((alike for look in (_workers, _ranks, _losses) for alike in look(run)), None)
     if found is None:

@@ -350,7 +350,8 @@ def small_batch_norm(run: Run) -> Iterator[Finding]:
 
     What it finds
         BatchNorm layers in training mode inside a DDP module on several ranks, with at most 8
-        samples per rank. `SyncBatchNorm` would use the samples of all ranks.
+        samples per rank. `SyncBatchNorm` would use the samples of all ranks. `ddpdoctor parity`
+        names larger batches, too, if they are smaller than those of fewer ranks.
 
     Why it is bad
         DDP averages gradients, not batch statistics. Statistics of few samples are noisy, and the

@@ -370,7 +370,8 @@ def schedule_length(run: Run) -> Iterator[Finding]:
         number of steps as there are ranks. Or a scheduler of the right length that was stepped as
         many times per step as there are ranks, or one that is shorter by that factor where a line
         divides a number of steps by the number of ranks. Without a scheduler, a rate that changes
-        and a line that computes a number of steps from the length of sharded data.
+        and a line that computes a number of steps from the length of sharded data. `ddpdoctor
+        parity` compares the epochs after which it ends, and its warm-up, at two sizes.
 
     Why it is bad
         Each rank takes `len(data) / world_size` steps. A schedule made for all the data has come to

@@ -1,4 +1,4 @@
-"""Rules for what training on more ranks changes (DDP337 to DDP340).
+"""Rules for losses, gradients and random numbers that more ranks change (DDP337, DDP338, DDP342).
 
 DDP337 needs one run whose ranks recorded what they train with. The others compare runs of two
 sizes, or a kept step with its computation: ``ddpdoctor parity`` calls them.
@@ -7,14 +7,17 @@ sizes, or a kept step with its computation: ``ddpdoctor parity`` calls them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 from ddpdoctor.core.finding import Finding, Severity, rule
-from ddpdoctor.core.formatting import count, percent
-from ddpdoctor.diagnose.parity.training import Training, at
-from ddpdoctor.run.records.training import TrainedRecord
+from ddpdoctor.core.formatting import count
+from ddpdoctor.diagnose.parity.rules_data import epochs
+from ddpdoctor.diagnose.parity.rules_rates import rates
+from ddpdoctor.diagnose.parity.training import Training, needs_two_runs, training_of
+from ddpdoctor.run.records.model import ClipRecord
+from ddpdoctor.run.records.training import TrainedModelRecord, TrainedRecord
 from ddpdoctor.run.snapshot import Run
 
 MIN_STEPS = 10  # Steps in which the ranks counted different numbers of predictions
@@ -24,14 +27,8 @@ MEAN, WHOLE = 0.25, 0.75
 """Slope of pull over number, both logarithmic: near 0 for a mean over the rank's own predictions,
 near 1 where all predictions weigh the same."""
 
-SAME_RATE = 0.02  # Relative difference of learning rates that are the same
-SAME_EPOCH = 0.02  # Relative difference of an epoch's samples that padding explains
-MIN_SHAPE = 5  # Learning rates that show whether a schedule follows steps or samples
-
-
-def _needs_two_runs(run: Run) -> Iterator[Finding]:
-    """Find nothing in one run."""
-    yield from ()
+FEWER = 1.5  # Ratio of the samples of batch statistics that is worth a word
+SAME_NORM = 0.01  # Relative difference of norms that are the same
 
 
 @rule("DDP337", "loss-by-local-count", Severity.WARNING)
@@ -106,7 +103,7 @@ def loss_by_local_count(run: Run) -> Iterator[Finding]:
     )
 
 
-@rule("DDP338", "gradient-not-average", Severity.ERROR, detect=_needs_two_runs)
+@rule("DDP338", "gradient-not-average", Severity.ERROR, detect=needs_two_runs)
 @dataclass(frozen=True)
 class GradientNotAverage:
     """DDP's gradient is not the average of the ranks' gradients.
@@ -133,135 +130,110 @@ class GradientNotAverage:
     """
 
 
-@rule("DDP339", "rate-not-scaled", Severity.INFO, detect=_needs_two_runs)
-@dataclass(frozen=True)
-class RateNotScaled:
-    """The global batch grew with the ranks, and the learning rate stayed as it was.
+@rule("DDP342", "clipped-before-average", Severity.WARNING)
+def clipped_before_average(run: Run) -> Iterator[Finding]:
+    """Each rank clips its own gradients, and they are averaged afterwards.
 
     What it finds
-        `ddpdoctor parity` ran the job at two sizes. An optimizer step averages more samples at the
-        larger one, and the learning rate after the same number of samples is the same.
+        `clip_grad_norm_` that returns another norm on each rank, while the optimizers of all ranks
+        get the same gradients. Or a hook that bounds the gradient of a parameter, which runs before
+        DDP averages it. Needs `ddpdoctor parity`, or a run that it made.
 
     Why it is bad
-        It may be right: it depends on the optimizer and on how far the batch is from the largest
-        useful one. But then training makes fewer steps of the same length, and often converges
-        worse for the same number of epochs.
+        The gradient of one rank is noisier and longer than the average, so it is clipped more
+        often. Ranks with long gradients lose their weight. The same threshold means something else
+        with each number of ranks.
 
     How to fix it
-        Try the linear rule (SGD, https://arxiv.org/abs/1706.02677) with a warm-up, or the square
-        root (Adam), or keep the global batch: divide the batch of a rank by the number of ranks.
+        Clip after the gradients were averaged: after the last backward, outside of `no_sync()`, or
+        after the all-reduce that the job makes itself.
 
     Example
-        Wrong: `SGD(model.parameters(), lr=0.1)` at 1 and at 8 ranks.
-        Right: `SGD(model.parameters(), lr=0.1 * dist.get_world_size())`
+        Wrong: `p.register_hook(lambda grad: grad.clamp_(-1, 1))`
+        Right: `clip_grad_value_(model.parameters(), 1)` between `backward()` and `step()`
 
     When it stays silent
-        If the rate changes with the size, or the global batch stays the same.
+        If the norms are the same on all ranks, if the optimizers get different gradients, and in
+        the first ten steps.
     """
+    training = training_of(run)
+    if training is None or training.ranks < 2:
+        return
+    ranks = tuple(rank.rank for rank in run.last)
+    model = run.last[0].records.first(TrainedModelRecord)
+    if model is not None and model.hooks:
+        yield Finding(
+            code="DDP342",
+            severity=Severity.WARNING,
+            message="a hook bounds the gradients of each rank before DDP averages them",
+            ranks=ranks,
+            location=model.location,
+            evidence=(f"{count(model.hooks, 'parameter')} had such a hook at the first step",),
+            fix="Clip after the backward: clip_grad_value_(model.parameters(), limit) before "
+            "optimizer.step().",
+            about="clipping",
+        )
+        return
+    apart = [each for each in training.norms if not _same(each.clipped) and _same(each.used)]
+    if len(apart) < max(MIN_STEPS, len(training.norms) // 2):
+        return
+    widest = max(apart, key=lambda each: max(each.clipped) / (min(each.clipped) or 1.0))
+    clip = run.last[0].records.first(ClipRecord)
+    yield Finding(
+        code="DDP342",
+        severity=Severity.WARNING,
+        message="each rank clips its own gradients, which are averaged afterwards",
+        ranks=ranks,
+        location=clip.location if clip is not None else training.stepped,
+        evidence=(
+            f"the clipped norm differed between the ranks in {len(apart)} of "
+            f"{count(len(training.norms), 'step')}, up to {min(widest.clipped):.4g} and "
+            f"{max(widest.clipped):.4g}",
+            f"the optimizers of all ranks got the same gradients, {widest.used[0]:.4g} long",
+        ),
+        fix="Clip after the gradients were averaged, between the last all-reduce and "
+        "optimizer.step().",
+        about="clipping",
+    )
 
 
-@rule("DDP340", "epoch-differs", Severity.WARNING, detect=_needs_two_runs)
-@dataclass(frozen=True)
-class EpochDiffers:
-    """An epoch of all ranks has other samples than an epoch of one rank.
-
-    What it finds
-        `ddpdoctor parity` ran the job at two sizes, and the ranks together drew more or fewer
-        samples in their first epoch than at the smaller size, by more than padding explains.
-
-    Why it is bad
-        With more, an epoch repeats samples, and each rank trains on the whole data set: N ranks do
-        the same work N times. With fewer, samples are never seen.
-
-    How to fix it
-        Give the loader a `DistributedSampler`, once: not on data that are already a rank's part.
-
-    Example
-        Wrong: `DataLoader(data, shuffle=True)` on every rank.
-        Right: `DataLoader(data, sampler=DistributedSampler(data))`
-
-    When it stays silent
-        For data without a length, for epochs that were not finished, and for what a sampler pads.
-    """
+def _same(norms: Sequence[float]) -> bool:
+    return max(norms) - min(norms) <= SAME_NORM * max(norms)
 
 
 def compared(base: Training, other: Training) -> Iterator[Finding]:
     """Yield what changed in the training between a smaller and a larger size."""
-    sizes = f"{count(base.ranks, 'rank')} and {other.ranks}"
-    yield from _rates(base, other, sizes)
-    one, two = base.epoch, other.epoch
-    if one is None or two is None or not one.drawn:
-        return
-    ratio = two.drawn / one.drawn
-    if abs(ratio - 1) > SAME_EPOCH + other.ranks / one.drawn:
-        more = f"{ratio:.2g} times the" if ratio > 1 else f"only {percent(ratio)} of the"
+    yield from rates(base, other)
+    yield from epochs(base, other)
+    if base.normalized and other.normalized and base.normalized >= FEWER * other.normalized:
         yield Finding(
-            code="DDP340",
-            severity=Severity.WARNING,
-            message=f"an epoch of {other.ranks} ranks has {more} samples of an epoch of "
-            f"{count(base.ranks, 'rank')}",
-            location=two.made,
-            evidence=(
-                f"first epoch: {one.drawn} samples with {count(base.ranks, 'rank')}, {two.drawn} "
-                f"with {other.ranks} ranks",
-                f"each rank took {count(two.steps, 'batch', 'batches')}, and {one.steps} before",
-            ),
-            fix="Give the loader a DistributedSampler, so that each rank gets its part."
-            if ratio > 1
-            else "Let the data be divided once: a DistributedSampler on the whole data set.",
-            about="epoch",
-        )
-
-
-def _rates(base: Training, other: Training, sizes: str) -> Iterator[Finding]:
-    growth = other.batch / base.batch if base.batch else 0.0
-    one, two = base.rates, other.rates
-    if growth < 1 + SAME_RATE or not one or not two:
-        return
-    # The last rates at which both have seen as many samples.
-    seen = min(base.samples, other.samples)
-    rate, given = at(one, seen), at(two, seen)
-    if rate is None or given is None or not one[0].value:
-        return
-    start = two[0].value / one[0].value
-    shared = min(len(base.by_step), len(other.by_step))
-    distinct = len(set(base.by_step[:shared]))
-    by_step = all(
-        abs(a * start - b) <= SAME_RATE * abs(b) + 1e-15
-        for a, b in zip(base.by_step, other.by_step, strict=False)
-    )
-    by_samples = abs(rate * start - given) <= SAME_RATE * abs(given)
-    if distinct >= MIN_SHAPE and by_step and not by_samples:
-        yield Finding(
-            code="DDP331",
-            severity=Severity.WARNING,
-            message="the learning rate's schedule counts optimizer steps, and each of them has "
-            f"{growth:.3g} times the samples: it takes {growth:.3g} times the samples to the same "
-            "rate",
-            location=other.stepped,
-            evidence=(
-                f"after {seen} samples: {rate:.4g} with {count(base.ranks, 'rank')}, {given:.4g} "
-                f"with {other.ranks}",
-                f"after {shared} steps it is the same with {sizes} ranks",
-            ),
-            fix="Compute the schedule's lengths (warm-up, milestones, total) from len(loader), or "
-            "divide them by the number of ranks.",
-            about="schedule by steps",
-        )
-    elif abs(start - 1) <= SAME_RATE and abs(rate - given) <= SAME_RATE * abs(rate):
-        yield Finding(
-            code="DDP339",
+            code="DDP309",
             severity=Severity.INFO,
-            message=f"an optimizer step has {growth:.3g} times the samples with {other.ranks} "
-            "ranks, and the learning rate is the same",
+            message=f"BatchNorm takes its statistics from {other.normalized:g} samples with "
+            f"{other.ranks} ranks, and from {base.normalized:g} with {count(base.ranks, 'rank')}",
+            ranks=tuple(range(other.ranks)),
+            location=other.wrapped,
+            evidence=(
+                f"a step has {other.batch:g} samples of {other.ranks} ranks, each of which "
+                "normalizes its own",
+            ),
+            fix="On GPUs, SyncBatchNorm.convert_sync_batchnorm(model) before DDP; else GroupNorm "
+            "or larger batches.",
+            about="batch statistics",
+        )
+    if other.masks and base.masks is not None:
+        yield Finding(
+            code="DDP601",
+            severity=Severity.INFO,
+            message="the models of all ranks draw the same random numbers, such as the masks of "
+            "dropout",
+            ranks=tuple(range(other.ranks)),
             location=other.stepped,
             evidence=(
-                f"{base.batch:g} samples a step with {count(base.ranks, 'rank')}, {other.batch:g} "
-                f"with {other.ranks}",
-                f"after {seen} samples the rate is {given:.4g} with both; the linear rule gives "
-                f"{rate * growth:.4g}, the square root {rate * math.sqrt(growth):.4g}",
+                f"the generator had the same state on {other.ranks} ranks before each forward, and "
+                "another after it",
             ),
-            fix="Scale the rate with the batch (with a warm-up), or divide the batch of a rank by "
-            "the number of ranks, unless the rate was chosen for this batch.",
-            about="rate not scaled",
+            fix="Seed the ranks differently after the model is built: "
+            "torch.manual_seed(seed + dist.get_rank()).",
+            about="random numbers",
         )

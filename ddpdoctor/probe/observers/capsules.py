@@ -1,7 +1,6 @@
-"""Record what each step trains with, and keep one step so that it can be computed again.
+"""Keep one step so that it can be computed again.
 
-Both are off unless the command asks for them. They may wait for a GPU: a rank that is compared with
-another number of ranks, or whose step is kept, need not be fast.
+This is off unless the command asks for it, and may wait for a GPU.
 """
 
 from __future__ import annotations
@@ -18,11 +17,10 @@ from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.shield import shielded
 from ddpdoctor.probe.runtime.sites import caller
-from ddpdoctor.run.capsule import Capsule, Forward, Source, row_sizes, tensors_of, write
+from ddpdoctor.run.capsule import Capsule, Forward, Source, tensors_of, write
 from ddpdoctor.run.names import CAPSULE, capsule_file
-from ddpdoctor.run.records.training import CapsuleRecord, TrainedRecord
+from ddpdoctor.run.records.training import CapsuleRecord
 
-MAX_TRAINED = 4096  # steps that are recorded
 MAX_FORWARDS = 64  # forwards of a step that are kept
 
 
@@ -36,77 +34,6 @@ def _copied(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_copied(each) for each in value)
     return value
-
-
-class Trained(Observer):
-    """What each step trains with."""
-
-    def __init__(self, state: RankState) -> None:
-        super().__init__(state)
-        self._samples = self._forwards = 0
-        self._losses: list[Any] = []
-        self._rows: list[Any] = []
-        self._pulls: list[Any] = []
-        self._rates: tuple[float, ...] = ()
-        self._decays: tuple[float, ...] = ()
-
-    def ddp_built(self, ddp: Any) -> None:
-        """Follow its forwards. Hooks on its module would be pickled with that."""
-        ddp.register_forward_hook(self._forwarded, with_kwargs=True)
-
-    def _forwarded(self, ddp: Any, args: Any, kwargs: Any, output: Any) -> None:
-        self._count(args, kwargs, output)
-
-    @shielded
-    def _count(self, args: Any, kwargs: Any, output: Any) -> None:
-        torch = sys.modules["torch"]
-        if rank.current() is not self.state or not torch.is_grad_enabled():
-            return
-        first = next((each for each in tensors_of((args, kwargs), torch) if each.dim()), None)
-        self._samples += int(first.shape[0]) if first is not None else 0
-        self._forwards += 1
-        shown = [each for each in tensors_of(output, torch) if each.requires_grad and each.dim()]
-        if shown:
-            max(shown, key=lambda each: each.numel()).register_hook(self._pulled)
-
-    def _pulled(self, gradient: Any) -> None:
-        self._measure(gradient.detach())
-
-    @shielded
-    def _measure(self, gradient: Any) -> None:
-        sizes = row_sizes(gradient)
-        self._rows.append((sizes > 0).sum())
-        self._pulls.append(sizes.double().sum())
-
-    def graph_begins(self, loss: Any) -> None:
-        """Keep the loss of a backward."""
-        if loss.numel() == 1:
-            self._losses.append(loss.detach())
-
-    def step_begins(self, optimizer: Any) -> None:
-        """Read the rates with which the parameters are about to change."""
-        for group in optimizer.param_groups:
-            self._rates += (float(group.get("lr", 0.0)),)
-            self._decays += (float(group.get("weight_decay", 0.0)),)
-
-    def step_ended(self, optimizer: Any, number: int) -> None:
-        """Record the step."""
-        losses = [float(each) for each in self._losses]
-        record = TrainedRecord(
-            step=number,
-            rates=self._rates,
-            decays=self._decays,
-            samples=self._samples,
-            forwards=self._forwards,
-            loss=sum(losses) / len(losses) if losses else None,
-            rows=sum(int(each) for each in self._rows) if self._rows else None,
-            pull=sum(float(each) for each in self._pulls) if self._pulls else None,
-        )
-        self.state.add(record, MAX_TRAINED)
-        self._samples = self._forwards = 0
-        self._rates = self._decays = ()
-        for each in (self._losses, self._rows, self._pulls):
-            each.clear()
 
 
 class Capsules(Observer):

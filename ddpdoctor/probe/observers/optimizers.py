@@ -416,11 +416,11 @@ class _FollowedSchedule:
             return
         if not self.steps:
             # A subclass may set its options after the base class's constructor.
-            self.numbers = tuple(sorted(set(_numbers_of(scheduler))))[-MAX_NUMBERS:]
+            self.numbers = tuple(sorted(set(numbers_of(scheduler))))[-MAX_NUMBERS:]
         self.position, self.steps = scheduler.last_epoch, step - self.began
 
 
-def _numbers_of(scheduler: Any) -> Iterator[int]:
+def numbers_of(scheduler: Any) -> Iterator[int]:
     """Yield the whole numbers among the options of a scheduler and of its functions."""
     for name, value in vars(scheduler).items():
         if name in (*_VARIES, "optimizer"):

@@ -115,9 +115,9 @@ class Pass:
         self.rows_later = 0  # number of batches with hashed samples that are not recorded yet
         self.gone = False  # the pass is no longer followed
         self._keys = frozenset(self.followed)
-        length = record.length or 0
-        every = 1 if length <= HASHED_CONTENTS else FOLLOWED_INDICES // HASHED_CONTENTS
-        inside = frozenset(sample_of(length)[::every])
+        sample = sample_of(record.length or 0)
+        every = 1 if len(sample) <= HASHED_CONTENTS else max(len(sample) // HASHED_CONTENTS, 2)
+        inside = frozenset(sample[::every])
         self._contents = frozenset(index for index, name in self.followed.items() if name in inside)
         self._awaited: deque[list[tuple[int, int, int]]] = deque(maxlen=4096)
         self._pending: deque[Draw | Rows | list[tuple[Any, Hashes]]] = deque()

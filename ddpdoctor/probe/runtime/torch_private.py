@@ -335,14 +335,17 @@ def is_sharded(optimizer: Any) -> bool:
     return any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__)
 
 
-def normalizes_alone(module: Any) -> bool:
-    """Return whether a module is a BatchNorm that takes its statistics from one rank's batch.
+def is_batch_norm(module: Any) -> bool:
+    """Return whether a module is a BatchNorm: ``_BatchNorm`` (1.0 to 2.15), or ``SyncBatchNorm``.
 
-    ``torch.nn.modules.batchnorm._BatchNorm`` (1.0 to 2.15) is the base of all of them,
-    ``SyncBatchNorm`` among them. Without it no small batch is found.
+    Without that base class no small batch is found.
     """
-    norms = sys.modules["torch"].nn
-    return _is_norm(module, "_BatchNorm") and not isinstance(module, norms.SyncBatchNorm)
+    return _is_norm(module, "_BatchNorm")
+
+
+def normalizes_alone(module: Any) -> bool:
+    """Return whether a module is a BatchNorm that takes its statistics from one rank's batch."""
+    return is_batch_norm(module) and not isinstance(module, sys.modules["torch"].nn.SyncBatchNorm)
 
 
 def keeps_statistics(module: Any) -> bool:

@@ -87,6 +87,47 @@ class TrainedRecord(Record):
     """Predictions with a gradient, of all forwards: samples, tokens or pixels that the loss
     counts. None if the module returned no tensor of them."""
     pull: float | None = None  # Sum of the absolute gradients of these predictions
+    armed: int = 0  # Forwards so far whose backward is all-reduced
+    position: int | None = None  # The scheduler's, before the step
+    norm: float | None = None  # Norm of all gradients, as ``clip_grad_norm_`` returned it
+    used: float | None = None  # The same as the optimizer got them
+    average: float | None = None
+    """Decay of averaged weights since the step before: 1 if they did not change. None without."""
+    masks: tuple[int, int] | None = None
+    """Hashes of the states of the random number generator before and after the first forward."""
+    spread: float | None = None  # Norm of the running variances of BatchNorm layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModelRecord(PlacedRecord):
+    """The model that a rank trains, at its first step. Written like `TrainedRecord`.
+
+    ``path`` and ``line`` are those of a hook that clips the gradient of a parameter, if any.
+    """
+
+    kind = "trained_model"
+
+    weights: float  # Norm of all parameters
+    batchnorm: int  # Number of BatchNorm layers
+    synchronized: int  # How many of them are SyncBatchNorm
+    hooks: int  # Number of parameters with such a hook
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CourseRecord(PlacedRecord):
+    """The schedule of the learning rate, where it could be computed. Written like `TrainedRecord`.
+
+    Positions are those of the scheduler. None if a position was not found.
+    """
+
+    kind = "course"
+
+    scheduler: str  # Its class
+    start: int  # Its position then
+    rate: float  # The highest of the first parameter group
+    peak: int  # The first position with the highest rate
+    half: int | None = None  # The first after it with at most half of that rate
+    end: int | None = None  # The first after it with the lowest rate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,39 @@
+"""The data are divided among the ranks twice."""
+
+# parity: 1,2
+# fix: Let the data be divided once
+
+import gc
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    made = torch.Generator().manual_seed(0)
+    inputs = torch.randn(320, 16, generator=made)
+    data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
+    part = Subset(data, range(rank, len(data), world))
+    sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(part)
+    loader = DataLoader(part, batch_size=8, sampler=sampler)  # expect: DDP340
+    torch.manual_seed(rank)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * world)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        for features, labels in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(features), labels).backward()
+            optimizer.step()
+    del model, optimizer
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
