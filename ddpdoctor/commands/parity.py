@@ -27,7 +27,7 @@ from ddpdoctor.core.finding import (
 from ddpdoctor.core.formatting import count, json_text, shown
 from ddpdoctor.core.options import Given, Parser
 from ddpdoctor.diagnose.parity import rows
-from ddpdoctor.diagnose.parity.rules import compared
+from ddpdoctor.diagnose.parity.comparison import compared
 from ddpdoctor.diagnose.parity.training import Training, training_of, wrapped_at
 from ddpdoctor.render import console, terminal
 from ddpdoctor.replay.gradients import Comparison, Difference

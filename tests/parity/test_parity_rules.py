@@ -9,9 +9,9 @@ import pytest
 
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.diagnose.parity.rules import compared
+from ddpdoctor.diagnose.parity.comparison import compared
+from ddpdoctor.diagnose.parity.epochs import Epoch
 from ddpdoctor.diagnose.parity.training import (
-    Epoch,
     Point,
     Schedule,
     Training,
@@ -104,7 +104,6 @@ def training(ranks: int, rate: Callable[[int], float], steps: int = 60) -> Train
         steps=steps,
         batch=batch,
         rates=tuple(Point(batch * step, rate(step)) for step in range(steps)),
-        by_step=tuple(rate(step) for step in range(steps)),
         decay=0.0,
         losses=(),
         epoch=Epoch(480, 480 // batch, 480 // batch, 480, shuffled=True, repeated=True),

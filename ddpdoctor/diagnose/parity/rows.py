@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from ddpdoctor.core.formatting import count, percent
-from ddpdoctor.diagnose.parity.training import Epoch, Schedule, Training, at
+from ddpdoctor.diagnose.parity.epochs import Epoch
+from ddpdoctor.diagnose.parity.training import Schedule, Training, at
 
 NONE = "-"
 """A cell of which nothing is known."""
@@ -122,7 +123,7 @@ def _compared(values: Sequence[float | None]) -> list[str]:
 def _masks(training: Training) -> str:
     if training.masks is None or training.ranks < 2:
         return NONE
-    return "alike on all ranks" if training.masks else "of each rank"
+    return "the same" if training.masks else "of each rank"
 
 
 def _loss(training: Training, samples: int) -> float | None:

@@ -13,8 +13,6 @@ from statistics import median
 
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import count
-from ddpdoctor.diagnose.parity.rules_data import epochs
-from ddpdoctor.diagnose.parity.rules_rates import rates
 from ddpdoctor.diagnose.parity.training import Training, needs_two_runs, training_of
 from ddpdoctor.run.records.model import ClipRecord
 from ddpdoctor.run.records.training import TrainedModelRecord, TrainedRecord
@@ -201,10 +199,8 @@ def _same(norms: Sequence[float]) -> bool:
     return max(norms) - min(norms) <= SAME_NORM * max(norms)
 
 
-def compared(base: Training, other: Training) -> Iterator[Finding]:
-    """Yield what changed in the training between a smaller and a larger size."""
-    yield from rates(base, other)
-    yield from epochs(base, other)
+def models(base: Training, other: Training) -> Iterator[Finding]:
+    """Yield what the model of a larger size normalizes and draws in another way."""
     if base.normalized and other.normalized and base.normalized >= FEWER * other.normalized:
         yield Finding(
             code="DDP309",
@@ -228,7 +224,7 @@ def compared(base: Training, other: Training) -> Iterator[Finding]:
             message="the models of all ranks draw the same random numbers, such as the masks of "
             "dropout",
             ranks=tuple(range(other.ranks)),
-            location=other.stepped,
+            location=other.seeded or other.stepped,
             evidence=(
                 f"the generator had the same state on {other.ranks} ranks before each forward, and "
                 "another after it",

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import count, percent
 from ddpdoctor.core.relations import always
-from ddpdoctor.diagnose.parity.training import Epoch, Training, needs_two_runs
+from ddpdoctor.diagnose.parity.epochs import Epoch
+from ddpdoctor.diagnose.parity.training import Training, needs_two_runs
 
 SAME_EPOCH = 0.02  # Part of an epoch's samples that may differ
 

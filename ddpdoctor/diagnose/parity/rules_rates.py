@@ -93,17 +93,15 @@ class AverageBySteps:
 def rates(base: Training, other: Training) -> Iterator[Finding]:
     """Yield rates that count steps where these have more samples."""
     growth = other.batch / base.batch if base.batch else 0.0
-    schedule = _schedule(base, other, growth)
+    schedule = _schedule(base, other)
     if schedule is not None:
         yield schedule
-    if growth < 1 + SAME_RATE:
-        return
-    yield from _averages(base, other, growth)
-    if schedule is None:
+    if growth >= 1 + SAME_RATE:
+        yield from _averages(base, other, growth)
         yield from _rates(base, other, growth)
 
 
-def _schedule(base: Training, other: Training, growth: float) -> Finding | None:
+def _schedule(base: Training, other: Training) -> Finding | None:
     """Return a schedule that fits the epochs of one size and not those of the other."""
     one, two, before, after = base.schedule, other.schedule, base.epoch, other.epoch
     if one is None or two is None or before is None or after is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -12,20 +12,14 @@ from typing import NamedTuple
 
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.diagnose.data.draws import passes_of
-from ddpdoctor.diagnose.source_files import source_of
-from ddpdoctor.diagnose.source_operations import averaged_at, callers
+from ddpdoctor.diagnose.data.seeds import seeds_of
+from ddpdoctor.diagnose.parity.epochs import Epoch, epoch_of
+from ddpdoctor.diagnose.source_operations import averaged_at
 from ddpdoctor.run.records.model import DdpRecord
-from ddpdoctor.run.records.training import (
-    CourseRecord,
-    PassRecord,
-    TrainedModelRecord,
-    TrainedRecord,
-)
+from ddpdoctor.run.records.training import CourseRecord, TrainedModelRecord, TrainedRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 LAST = 20  # Steps of which a typical decay or norm is taken
-MAX_CALLERS = 4  # Functions between a loader's loop and the loop over epochs
 PER_STEP = 0.5  # Positions of a scheduler in an optimizer step from which it is stepped by step
 
 
@@ -34,33 +28,6 @@ class Point(NamedTuple):
 
     samples: int
     value: float
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """A pass over the training data, the first that all ranks finished, or else their first.
-
-    Attributes:
-        length: Samples of the data set. None if not known.
-        steps: Optimizer steps.
-        batches: Batches of a rank.
-        drawn: Samples that the ranks drew together. None if they did not finish it.
-        missing: Samples of the data set that no rank drew.
-        doubled: Draws of samples that were drawn before, on any rank.
-        shuffled: Whether a rank's batches are not in order. None if not known.
-        made: The line that built the loader.
-        repeated: Whether the training is a number of these, by the loops of the source.
-    """
-
-    length: int | None
-    steps: int
-    batches: int
-    drawn: int | None = None
-    missing: int = 0
-    doubled: int = 0
-    shuffled: bool | None = None
-    made: Location | None = None
-    repeated: bool = False
 
 
 class Schedule(NamedTuple):
@@ -90,7 +57,6 @@ class Training:
         steps: Number of optimizer steps that all ranks recorded.
         batch: Samples of all ranks in an optimizer step.
         rates: Learning rate of the first parameter group over samples.
-        by_step: The same, by optimizer step.
         decay: Its weight decay.
         losses: Mean loss of the ranks over samples.
         epoch: A pass over the training data. None if it is not known.
@@ -105,13 +71,13 @@ class Training:
         variances: Norm of the running variances of BatchNorm layers over samples.
         masks: Whether the ranks' models draw the same random numbers in each step. None if they
             draw none, or if that is not known.
+        seeded: A line that seeds them alike.
     """
 
     ranks: int
     steps: int
     batch: float
     rates: tuple[Point, ...]
-    by_step: tuple[float, ...]
     decay: float | None
     losses: tuple[Point, ...]
     epoch: Epoch | None
@@ -125,6 +91,7 @@ class Training:
     weights: float | None = None
     variances: tuple[Point, ...] = ()
     masks: bool | None = None
+    seeded: Location | None = None
 
     @property
     def samples(self) -> int:
@@ -134,6 +101,11 @@ class Training:
     def rate_at(self, samples: int) -> float | None:
         """Return the learning rate after some samples."""
         return at(self.rates, samples)
+
+    @property
+    def by_step(self) -> tuple[float, ...]:
+        """The learning rates by optimizer step."""
+        return tuple(each.value for each in self.rates)
 
     @property
     def highest(self) -> float:
@@ -181,57 +153,73 @@ def training_of(run: Run) -> Training | None:
     if not ranks or len(ranks) < run.world_size:
         return None
     every = list(zip(*(rank.records.of(TrainedRecord) for rank in ranks), strict=False))
-    rates, losses, variances, norms, seen = [], [], [], [], 0
-    for each in every:
-        first = each[0]
-        if first.rates:
-            rates.append(Point(seen, first.rates[0]))
-        seen += sum(one.samples for one in each)
-        known = [one.loss for one in each if one.loss is not None]
-        if len(known) == len(each):
-            losses.append(Point(seen, mean(known)))
-        if first.spread is not None:
-            variances.append(Point(seen, first.spread))
-        clipped = tuple(one.norm for one in each if one.norm is not None)
-        used = tuple(one.used for one in each if one.used is not None)
-        if len(clipped) == len(used) == len(each):
-            norms.append(Norms(clipped, used))
     records = [each[0] for each in every]
-    batch = median(sum(one.samples for one in each) for each in every)
+    batches = [sum(one.samples for one in each) for each in every]
+    before = [*itertools.accumulate(batches, initial=0)]
+    losses = [_mean([one.loss for one in each]) for each in every]
     averages = tuple(each.average for each in records if each.average is not None)
     averaged = any(each < 1.0 for each in averages)
     model = ranks[0].records.first(TrainedModelRecord)
+    epoch = epoch_of(run, ranks)
+    masks = _masks(every)
     return Training(
         ranks=run.world_size,
         steps=len(every),
-        batch=batch,
-        rates=tuple(rates),
-        by_step=tuple(each.value for each in rates),
-        decay=records[0].decays[0] if records[0].decays else None,
-        losses=tuple(losses),
-        epoch=(epoch := _epoch(run, ranks)),
-        normalized=_normalized(model, batch, [each.forwards for each in every[-1]]),
+        batch=median(batches),
+        rates=_points(before, [next(iter(each.rates), None) for each in records]),
+        decay=next(iter(records[0].decays), None),
+        losses=_points(before[1:], losses),
+        epoch=epoch,
+        normalized=_normalized(model, every),
         stepped=ranks[0].site("optimizer"),
         wrapped=wrapped_at(run),
         schedule=_schedule(ranks[0], records, epoch),
         averages=averages if averaged else (),
         averaged=averaged_at(run) if averaged else None,
-        norms=tuple(norms),
+        norms=tuple(_norms(every)),
         weights=model.weights if model is not None else None,
-        variances=tuple(variances),
-        masks=_masks(every),
+        variances=_points(before, [each.spread for each in records]),
+        masks=masks,
+        seeded=_seeded(run) if masks else None,
     )
 
 
+def _points(samples: Sequence[int], values: Sequence[float | None]) -> tuple[Point, ...]:
+    pairs = zip(samples, values, strict=False)
+    return tuple(Point(seen, value) for seen, value in pairs if value is not None)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean of the ranks' values. None if one of them is not known."""
+    known = [each for each in values if each is not None]
+    return mean(known) if len(known) == len(values) else None
+
+
+def _norms(every: Sequence[tuple[TrainedRecord, ...]]) -> Iterator[Norms]:
+    for each in every:
+        clipped = tuple(one.norm for one in each if one.norm is not None)
+        used = tuple(one.used for one in each if one.used is not None)
+        if len(clipped) == len(used) == len(each):
+            yield Norms(clipped, used)
+
+
+def _seeded(run: Run) -> Location | None:
+    """Return the last line that seeds torch's generator alike on all ranks."""
+    seeds = [each for each in seeds_of(run) if each.library in ("torch", "") and not each.own]
+    return seeds[-1].location if seeds else None
+
+
 def _normalized(
-    model: TrainedModelRecord | None, batch: float, forwards: Sequence[int]
+    model: TrainedModelRecord | None, every: Sequence[tuple[TrainedRecord, ...]]
 ) -> float | None:
     """Return the samples over which BatchNorm takes its statistics."""
-    if model is None or not model.batchnorm or not all(forwards):
+    last = every[-1]
+    if model is None or not model.batchnorm or not all(each.forwards for each in last):
         return None
     # Layers of both kinds have the smaller batch, too.
     alone = model.synchronized < model.batchnorm
-    return batch / (sum(forwards) if alone else max(forwards))
+    among = last[:1] if alone else last
+    return sum(each.samples for each in among) / last[0].forwards
 
 
 def _masks(every: Sequence[tuple[TrainedRecord, ...]]) -> bool | None:
@@ -244,71 +232,6 @@ def _masks(every: Sequence[tuple[TrainedRecord, ...]]) -> bool | None:
     if len(drawn) < max(2, len(every) // 2):
         return None
     return all(len(set(each)) == 1 for each in drawn)
-
-
-def _epoch(run: Run, ranks: Sequence[Rank]) -> Epoch | None:
-    """Return the first pass that all ranks trained on to its end, or else what is known of one."""
-    every = [[each for each in passes_of(rank) if each.trains] for rank in ranks]
-    ended = [[each for each in mine if each.record.state == "ended"] for mine in every]
-    finished = all(ended)
-    if not finished and not all(every):
-        return None
-    passes = [mine[0] for mine in (ended if finished else every)]
-    first = passes[0]
-    record = first.record
-    trained = ranks[0].records.of(TrainedRecord)
-    per_step = max(1, round(median(each.forwards for each in trained)))
-    epoch = Epoch(
-        length=record.subset_length or record.length,
-        steps=math.ceil((record.batches or 0) / per_step),
-        batches=record.batches or 0,
-        made=record.made,
-        repeated=record.to_end and _repeated(run, first.read),
-    )
-    if not finished:
-        return epoch if epoch.batches else None
-    within = [
-        [one for one in rank.records.of(TrainedRecord) if _is_within(one, each.record)]
-        for rank, each in zip(ranks, passes, strict=True)
-    ]
-    hits = [each.hits for each in passes]
-    known, union = sum(map(len, hits)), frozenset[int]().union(*hits)
-    repeats = sum(each.record.repeats for each in passes)
-    followed = record.followed or 1
-    # The whole data set is followed, unless it is very large.
-    share = (epoch.length or 0) / followed if union else 0.0
-    draws = sum(each.record.draws for each in passes)
-    falls = record.falls / max(1, record.draws - record.fetched)
-    return Epoch(
-        length=epoch.length,
-        steps=len(within[0]) or epoch.steps,
-        batches=record.fetched,
-        drawn=draws or sum(one.samples for mine in within for one in mine),
-        missing=round((followed - len(union)) * share),
-        doubled=round((known - len(union) + repeats) * share),
-        shuffled=falls > 0.1 if record.draws >= 2 * record.fetched else None,
-        made=record.made,
-        repeated=epoch.repeated,
-    )
-
-
-def _is_within(step: TrainedRecord, record: PassRecord) -> bool:
-    return record.armed < step.armed <= (record.armed_after or 0)
-
-
-def _repeated(run: Run, read: Location) -> bool:
-    """Return whether a ``for`` is around the loop over a loader."""
-    at: Location | None = read
-    for _ in range(MAX_CALLERS):
-        source = source_of(at.path) if at is not None else None
-        if at is None or source is None:
-            return False
-        loops = source.around(at.line)
-        if loops:
-            return isinstance(loops[0], ast.For)
-        calls = callers(run, at)
-        at = calls[0] if len(calls) == 1 else None
-    return False
 
 
 def _schedule(rank: Rank, records: Sequence[TrainedRecord], epoch: Epoch | None) -> Schedule | None:

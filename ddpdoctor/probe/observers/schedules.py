@@ -71,22 +71,7 @@ def course_of(scheduler: Any) -> Course | None:
     start = position_of(scheduler)
     if start is None or not all(map(_is_pure, _functions(scheduler))):
         return None
-    copy, optimizer = _copied(scheduler)
-    length = max(
-        (each for one in (scheduler, *_members(scheduler)) for each in _numbers(one)), default=0
-    )
-    limit = min(3 * length or UNKNOWN_LENGTH, MAX_POSITIONS)
-    rates = [float(optimizer.param_groups[0]["lr"])]
-    until = time.monotonic() + MAX_SECONDS
-    refused = False
-    while len(rates) <= limit and not refused and time.monotonic() < until:
-        try:
-            copy.step()
-            # A line may go on below zero.
-            rates.append(max(0.0, float(optimizer.param_groups[0]["lr"])))
-        except Exception:
-            # OneCycleLR refuses to be stepped after its end.
-            refused = True
+    rates, refused = _simulated(scheduler)
     highest = max(rates)
     if len(rates) < 2 or highest <= 0:
         return None
@@ -95,17 +80,40 @@ def course_of(scheduler: Any) -> Course | None:
     half = next((at for at in later if 2 * rates[at] <= highest), None)
     lowest = min(rates[peak:]) + SAME * highest
     end = next(at for at in later if rates[at] <= lowest)
-    # It may fall for ever, slowly or in steps.
-    falls = end > 2 * (len(rates) - 1) // 3 or (
-        rates[-1] < rates[end] and all(a >= b for a, b in itertools.pairwise(rates[end:]))
-    )
+    falls = not refused and _falls(rates, end)
     return Course(
         start=start,
         rate=highest,
         peak=start + peak,
         half=None if half is None else start + half,
-        end=None if falls and not refused else start + end,
+        end=None if falls else start + end,
     )
+
+
+def _simulated(scheduler: Any) -> tuple[list[float], bool]:
+    """Return the rates from now on, and whether the scheduler refused to go further."""
+    copy, optimizer = _copied(scheduler)
+    numbers = (each for one in (scheduler, *_members(scheduler)) for each in _numbers(one))
+    limit = min(3 * max(numbers, default=0) or UNKNOWN_LENGTH, MAX_POSITIONS)
+    rates = [float(optimizer.param_groups[0]["lr"])]
+    until = time.monotonic() + MAX_SECONDS
+    while len(rates) <= limit and time.monotonic() < until:
+        try:
+            copy.step()
+            # A line may go on below zero.
+            rates.append(max(0.0, float(optimizer.param_groups[0]["lr"])))
+        except Exception:
+            # OneCycleLR refuses to be stepped after its end.
+            return rates, True
+    return rates, False
+
+
+def _falls(rates: list[float], end: int) -> bool:
+    """Return whether rates seem to fall for ever, slowly or in steps."""
+    if 3 * end > 2 * (len(rates) - 1):
+        return True
+    rest = rates[end:]
+    return rest[-1] < rest[0] and all(one >= other for one, other in itertools.pairwise(rest))
 
 
 def _numbers(scheduler: Any) -> Iterator[int]:

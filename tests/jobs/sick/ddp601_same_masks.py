@@ -20,7 +20,7 @@ def main() -> None:
     data = TensorDataset(inputs, (inputs.sum(1) > 0).long())
     sampler: DistributedSampler[tuple[torch.Tensor, ...]] = DistributedSampler(data)
     loader = DataLoader(data, batch_size=8, sampler=sampler)
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # expect: DDP601
     layers = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.1), nn.Linear(32, 2))
     model = DistributedDataParallel(layers)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * world)
@@ -29,7 +29,7 @@ def main() -> None:
         for features, labels in loader:
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(features), labels).backward()
-            optimizer.step()  # expect: DDP601
+            optimizer.step()
     del model, optimizer
     gc.collect()
     dist.destroy_process_group()

@@ -1,0 +1,135 @@
+"""What a rank records of a step that is compared with another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from ddpdoctor.probe.observers import samples
+from ddpdoctor.probe.observers.trained import Trained
+from ddpdoctor.run.records.base import JsonObject
+from tests.support.probed import a_rank
+
+STEPS = 20
+
+
+class Wrapped(nn.Module):
+    """A module around another, as DDP is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, given: Any) -> Any:
+        return self.module(given)
+
+
+@pytest.fixture(autouse=True)
+def followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "FOLLOWED_INDICES", samples.FOLLOWED_INDICES)
+
+
+def steps_of(
+    module: nn.Module,
+    update: Callable[[int], None] = lambda step: None,
+    schedule: Callable[[Any], Any] | None = None,
+) -> list[JsonObject]:
+    """Train a module for some steps. Return the records."""
+    records: list[JsonObject] = []
+    state = a_rank(records, step=SimpleNamespace(norm=3.0))
+    observer = Trained(state)
+    ddp = Wrapped(module)
+    observer.ddp_built(ddp)
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01, weight_decay=0.1)
+    scheduler = schedule(optimizer) if schedule is not None else None
+    if scheduler is not None:
+        observer.scheduler_made(scheduler)
+    for step in range(STEPS):
+        observer.forward_begins(ddp, True)
+        loss = ddp(torch.full((4, 8), float(step % 3))).square().mean()
+        observer.graph_begins(loss)
+        optimizer.zero_grad()
+        loss.backward()
+        observer.clips("clip_grad_norm_", None)  # type: ignore[arg-type]
+        observer.step_begins(optimizer)
+        optimizer.step()
+        observer.step_ended(optimizer, step)
+        if scheduler is not None:
+            scheduler.step()
+        update(step)
+    return records
+
+
+def averages(records: list[JsonObject]) -> list[float]:
+    return [float(each["average"]) for each in records if each.get("average") is not None]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("made", ["torch", "by hand", "tensors of a dictionary"])
+def test_an_average_is_found_by_its_values(made: str) -> None:
+    module = nn.Linear(8, 8)
+    with torch.no_grad():
+        kept = {name: each.clone() for name, each in module.named_parameters()}
+    averaged = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+
+    def update(step: int) -> None:
+        with torch.no_grad():
+            if made == "torch":
+                averaged.update_parameters(module)
+            for name, each in module.named_parameters():
+                if made == "by hand":
+                    kept[name].mul_(0.9).add_(each, alpha=0.1)
+                elif made == "tensors of a dictionary":
+                    kept[name].lerp_(each, 0.1)
+
+    if made != "torch":
+        del averaged
+    found = averages(steps_of(module, update))
+    assert len(found) > STEPS / 2 and found[-8:] == pytest.approx([0.9] * 8, rel=1e-3)
+
+
+def test_an_average_of_each_third_step() -> None:
+    module = nn.Linear(8, 8)
+    kept = module.weight.detach().clone()
+
+    def update(step: int) -> None:
+        if step % 3 == 0:
+            kept.mul_(0.9).add_(module.weight.detach(), alpha=0.1)
+
+    found = averages(steps_of(module, update))
+    assert {round(each, 3) for each in found[-9:]} == {0.9, 1.0}
+    assert 3 * sum(each < 1.0 for each in found[-9:]) == 9
+
+
+def test_tensors_that_are_no_average() -> None:
+    module = nn.Linear(8, 8)
+    other, frozen = torch.randn(8, 8), torch.randn(8, 8)
+    # Adam keeps averages of gradients of the same shape.
+    found = averages(steps_of(module, lambda step: setattr(other, "data", torch.randn(8, 8))))
+    assert all(each == 1.0 for each in found) and frozen is not None
+
+
+def test_a_step_and_its_model() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+    module[0].weight.register_hook(lambda gradient: gradient.clamp(-1, 1))
+    module[0].bias.register_hook(lambda gradient: gradient * 2)
+    records = steps_of(
+        module, schedule=lambda each: torch.optim.lr_scheduler.CosineAnnealingLR(each, 40)
+    )
+    (model,) = (each for each in records if each["kind"] == "trained_model")
+    assert (model["batchnorm"], model.get("synchronized"), model["hooks"]) == (1, 0, 1)
+    assert str(model["path"]).endswith("test_trained.py")
+    (course,) = (each for each in records if each["kind"] == "course")
+    assert (course["scheduler"], course["end"]) == ("CosineAnnealingLR", 40)
+    assert course["rate"] == pytest.approx(0.01)
+    steps = [each for each in records if each["kind"] == "trained"]
+    assert [each["position"] for each in steps] == [*range(STEPS)]
+    first = steps[0]
+    assert (first["norm"], first["decays"]) == (3.0, [0.1])
+    assert first["used"] and first["spread"]
+    assert float(first["loss"]) > 0  # type: ignore[arg-type]
