@@ -88,6 +88,41 @@ def test_what_a_run_trains_with(written: Written) -> None:
     assert training.epoch is None
 
 
+EPOCHS = [
+    ("for epoch in range(3):", True),
+    ("for epoch in tqdm(range(1, args.epochs + 1)):", True),
+    ("while step < 900:", False),
+    ("for epoch in range(math.ceil(900 / len(loader))):", False),
+    ("args.epochs = 900 // len(loader)\nfor epoch in range(args.epochs):", False),
+    ("if loader:", False),
+]
+
+
+@pytest.mark.parametrize(("around", "repeated"), EPOCHS)
+def test_an_epoch(written: Written, around: str, repeated: bool) -> None:
+    written.world_size = 2
+    script = written.path.parent / "train.py"
+    script.write_text(f"{around}\n    for batch in loader:\n        step(batch)\n")
+    for rank in (0, 1):
+        made = {
+            "kind": "pass", "pass": 0, "number": 0, "state": "ended", "path": str(script),
+            "line": around.count("\n") + 2, "made": [str(script), 1], "length": 40,
+            "followed": 40, "batches": 5, "fetched": 5, "marks": 5, "draws": 20, "armed": 0,
+            "armed_after": 5, "hits": [*range(rank, 38, 2), 0], "falls": 8, "to_end": True,
+        }  # fmt: skip
+        steps = trained(uneven(rank), lambda step: 1.9, 8)
+        written.rank(
+            rank, [made, *({**each, "armed": int(str(each["step"])) + 1} for each in steps)]
+        )
+    written.findings()
+    found = training_of(RunReader(written.path).snapshot())
+    assert found is not None and found.epoch is not None
+    epoch = found.epoch
+    assert (epoch.length, epoch.steps, epoch.drawn, epoch.repeated) == (40, 5, 40, repeated)
+    # Rank 1 drew sample 0, too, and 38 and 39 were left out.
+    assert (epoch.missing, epoch.doubled, epoch.shuffled) == (2, 1, True)
+
+
 def test_a_rank_that_recorded_nothing(written: Written) -> None:
     written.world_size = 2
     written.rank(0, list(trained(uneven(0), lambda step: 1.9)))
@@ -219,8 +254,8 @@ def test_gradients_that_are_clipped_on_each_rank(
     clip = {"kind": "clip", "step": 0, "call": "clip_grad_norm_", "path": "/job/t.py", "line": 9}
     for rank in (0, 1):
         steps = [*trained(lambda step: 8, lambda step: 1.9)]
-        for each in steps:
-            each["norm"], each["used"] = norms(rank, int(str(each["step"])))
+        for number, each in enumerate(steps):
+            each["norm"], each["used"] = norms(rank, number)
         written.rank(rank, [clip, *steps])
     found = [each for each in written.findings(status=0) if each.code == "DDP342"]
     assert [str(each.location) for each in found] == ["/job/t.py:9"] * said

@@ -41,7 +41,7 @@ class Own(lr_scheduler.LRScheduler):
         self.total = total
         super().__init__(of)
 
-    def get_lr(self) -> list[float]:
+    def get_lr(self) -> list[Any]:
         return [each * max(0.0, 1 - self.last_epoch / self.total) for each in self.base_lrs]
 
 

@@ -10,7 +10,7 @@ from statistics import median
 
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.data.draws import Pass, passes_of
-from ddpdoctor.diagnose.source_files import source_of
+from ddpdoctor.diagnose.source_files import last_name, nodes_of, source_of
 from ddpdoctor.diagnose.source_operations import callers
 from ddpdoctor.run.records.training import PassRecord, TrainedRecord
 from ddpdoctor.run.snapshot import Rank, Run
@@ -97,7 +97,7 @@ def _is_within(step: TrainedRecord, record: PassRecord) -> bool:
 
 
 def _repeated(run: Run, read: Location) -> bool:
-    """Return whether a ``for`` is around the loop over a loader."""
+    """Return whether a loop over a number of epochs is around the loop over a loader."""
     at: Location | None = read
     for _ in range(MAX_CALLERS):
         source = source_of(at.path) if at is not None else None
@@ -105,7 +105,22 @@ def _repeated(run: Run, read: Location) -> bool:
             return False
         loops = source.around(at.line)
         if loops:
-            return isinstance(loops[0], ast.For)
+            return isinstance(loops[0], ast.For) and not _follows(at.path, loops[0].iter)
         calls = callers(run, at)
         at = calls[0] if len(calls) == 1 else None
     return False
+
+
+def _follows(path: str, epochs: ast.expr) -> bool:
+    """Return whether a number of epochs may be that which a number of steps takes."""
+    names = {last_name(each) for each in ast.walk(epochs)} - {"", "range"}
+    made = [
+        node.value
+        for node in nodes_of(path)
+        if isinstance(node, ast.Assign) and any(last_name(each) in names for each in node.targets)
+    ]
+    return any(
+        isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Div, ast.FloorDiv))
+        for value in (epochs, *made)
+        for node in ast.walk(value)
+    )

@@ -7,6 +7,7 @@ another number of ranks need not be fast.
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import sys
 import weakref
@@ -28,6 +29,8 @@ MAX_TRAINED = 4096  # steps that are recorded
 MAX_INDICES = 1 << 14  # individually followed indices of an index space
 SEARCHED = (2, 6, 12)  # steps at which averages of the weights are searched for
 MAX_ELEMENTS = 1 << 16  # of a parameter whose averages are followed
+MAX_ALIKE = 4096  # tensors of its shape that are compared with it
+MAX_DISTANCE = 0.5  # distance of an average to the parameter, in lengths of that
 MAX_CANDIDATES = 8  # tensors that may be its average
 MIN_DECAY = 0.3  # least decay of an average
 MAX_REST = 0.3  # part of a tensor's change that a decay leaves unexplained
@@ -88,20 +91,25 @@ class _Averages:
         parameter = max(mine, key=lambda each: each.numel())
         known = {id(each) for each in (*ddp.module.parameters(), *ddp.module.buffers())}
         known.update(id(each) for each in optimizer.state.get(parameter, {}).values())
-        shape, torch = parameter.shape, sys.modules["torch"]
+        torch = sys.modules["torch"]
         kinds = (torch.Tensor, torch.nn.Parameter)
         self._parameter = weakref.ref(parameter)
-        for each in gc.get_objects():
-            if (
-                type(each) in kinds
-                and each.shape == shape
-                and id(each) not in known
-                and each.grad_fn is None
-                and readback.is_plain(each)
-                and each.data_ptr() != parameter.data_ptr()
-                and len(self._candidates) < MAX_CANDIDATES
-            ):
+        alike = (
+            each
+            for each in gc.get_objects()
+            if type(each) in kinds
+            and each.shape == parameter.shape
+            and id(each) not in known
+            and each.grad_fn is None
+            and readback.is_plain(each)
+            and each.data_ptr() != parameter.data_ptr()
+        )
+        now = _numbers(parameter)
+        near = float(now.norm()) * MAX_DISTANCE
+        for each in itertools.islice(alike, MAX_ALIKE):
+            if float((_numbers(each) - now).norm()) < near:
                 self._candidates.append(weakref.ref(each))
+        del self._candidates[MAX_CANDIDATES:]
 
 
 def _numbers(tensor: Any) -> Any:
