@@ -39,6 +39,7 @@ def body(trainings: Sequence[Training]) -> list[Row]:
         ("average forgets half in", *(_samples(each.half_life) for each in trainings)),
         ("gradient norm", *(known(each.norm) for each in trainings)),
         ("steps that clip it", *(_part(each.clipped) for each in trainings)),
+        ("skipped steps", *(_any([each.skipped for each in trainings]))),
         *_data(trainings),
         (f"loss after {seen} samples", *(known(_loss(each, seen)) for each in trainings)),
         ("BatchNorm over", *(_samples(each.normalized) for each in trainings)),
@@ -75,13 +76,9 @@ def _schedules(trainings: Sequence[Training]) -> Iterator[Row]:
 def _data(trainings: Sequence[Training]) -> Iterator[Row]:
     yield ("optimizer steps per epoch", *_of_epochs(trainings, lambda each: each.steps))
     yield ("samples per epoch", *_of_epochs(trainings, lambda each: each.drawn))
-    for name, number in (
-        ("  left out", lambda each: None if each.drawn is None else each.missing),
-        ("  drawn twice", lambda each: None if each.drawn is None else each.doubled),
-    ):
-        cells = _of_epochs(trainings, number)
-        if set(cells) - {"0", NONE}:
-            yield (name, *cells)
+    finished = [each.epoch if each.epoch and each.epoch.drawn else None for each in trainings]
+    yield ("  left out", *_any([each and each.missing for each in finished]))
+    yield ("  drawn twice", *_any([each and each.doubled for each in finished]))
     orders = [_order(each.epoch) for each in trainings]
     if {"shuffled", "as it is"} <= set(orders):
         yield ("  order", *orders)
@@ -95,6 +92,11 @@ def _order(epoch: Epoch | None) -> str:
 
 def _of_epochs(trainings: Sequence[Training], number: Callable[[Epoch], float | None]) -> list[str]:
     return [NONE if each.epoch is None else known(number(each.epoch)) for each in trainings]
+
+
+def _any(values: Sequence[int | None]) -> list[str]:
+    """Return numbers as text, if one of them is not zero."""
+    return list(map(known, values)) if any(values) else [NONE] * len(values)
 
 
 def known(value: float | None) -> str:

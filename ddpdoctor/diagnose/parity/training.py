@@ -67,6 +67,7 @@ class Training:
         averages: Decay of averaged weights by optimizer step, where they were found.
         averaged: A line that updates them.
         norms: Norms of gradients by optimizer step, where the job clips them.
+        skipped: Optimizer steps that a GradScaler or the job skipped.
         weights: Norm of the parameters at first.
         variances: Norm of the running variances of BatchNorm layers over samples.
         masks: Whether the ranks' models draw the same random numbers in each step. None if they
@@ -88,6 +89,7 @@ class Training:
     averages: tuple[float, ...] = ()
     averaged: Location | None = None
     norms: tuple[Norms, ...] = ()
+    skipped: int = 0
     weights: float | None = None
     variances: tuple[Point, ...] = ()
     masks: bool | None = None
@@ -177,6 +179,7 @@ def training_of(run: Run) -> Training | None:
         averages=averages if averaged else (),
         averaged=averaged_at(run) if averaged else None,
         norms=tuple(_norms(every)),
+        skipped=sum(each.skipped for each in ranks[0].steps),
         weights=model.weights if model is not None else None,
         variances=_points(before, [each.spread for each in records]),
         masks=masks,
@@ -199,7 +202,7 @@ def _norms(every: Sequence[tuple[TrainedRecord, ...]]) -> Iterator[Norms]:
     for each in every:
         clipped = tuple(one.norm for one in each if one.norm is not None)
         used = tuple(one.used for one in each if one.used is not None)
-        if len(clipped) == len(used) == len(each):
+        if len(clipped) == len(used) == len(each) and all(map(math.isfinite, (*clipped, *used))):
             yield Norms(clipped, used)
 
 

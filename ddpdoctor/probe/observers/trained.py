@@ -216,11 +216,13 @@ class Trained(Observer):
         if self._new:
             self._new = False
             self._record_course(optimizer)
-        norm = self.state.tracker.step.norm if self._clipped else None
         parameters = list(ddp.module.parameters())
+        used = _norm(each.grad for each in parameters if each.grad is not None)
+        # After that, a GPU has copied the norm that clipping returned, too.
+        norm = self.state.tracker.step.norm if self._clipped else None
         self._measured = (
             norm() if callable(norm) else norm,
-            _norm(each.grad for each in parameters if each.grad is not None),
+            used,
             self._averages.measure(ddp, optimizer),
             _norm(
                 each.running_var
