@@ -47,7 +47,8 @@ class EpochDiffers:
 
     When it stays silent
         For epochs that were not finished, for what a sampler pads, and for differences below 2 %.
-        Left out samples that another epoch may draw are information.
+        Left out samples that another epoch may draw are information, and so are more samples if
+        one rank draws some twice, too.
     """
 
 
@@ -65,6 +66,8 @@ def epochs(base: Training, other: Training) -> Iterator[Finding]:
         f"each rank took {count(two.batches, 'batch', 'batches')}, and {one.batches} before",
     ]
     if ratio > 1 + tolerated:
+        # Samples that are drawn at random, and again, are no order that ranks should share.
+        severity = Severity.INFO if one.doubled > tolerated * one.drawn else Severity.WARNING
         message = f"an epoch of {more} has {ratio:.2g} times the samples of an epoch of {ranks}"
         fix = "Give the loader a DistributedSampler, so that each rank gets its part."
     elif ratio < 1 - tolerated and _drops(two, other.ranks):
