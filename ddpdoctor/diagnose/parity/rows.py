@@ -77,8 +77,8 @@ def _data(trainings: Sequence[Training]) -> Iterator[Row]:
     yield ("optimizer steps per epoch", *_of_epochs(trainings, lambda each: each.steps))
     yield ("samples per epoch", *_of_epochs(trainings, lambda each: each.drawn))
     finished = [each.epoch if each.epoch and each.epoch.drawn else None for each in trainings]
-    yield ("  left out", *_any([each and each.missing for each in finished]))
-    yield ("  drawn twice", *_any([each and each.doubled for each in finished]))
+    yield ("  left out", *_any([each.missing if each else None for each in finished]))
+    yield ("  drawn twice", *_any([each.doubled if each else None for each in finished]))
     orders = [_order(each.epoch) for each in trainings]
     if {"shuffled", "as it is"} <= set(orders):
         yield ("  order", *orders)

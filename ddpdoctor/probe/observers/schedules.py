@@ -15,7 +15,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from ddpdoctor.probe.observers.optimizers import numbers_of
@@ -126,37 +126,25 @@ def _members(scheduler: Any) -> list[Any]:
     return list(vars(scheduler).get(MEMBERS) or ())
 
 
-class _Optimizer:
-    """What a scheduler needs of an optimizer."""
-
-    def __init__(self, optimizer: Any) -> None:
-        tensor = sys.modules["torch"].Tensor
-        self.defaults = dict(optimizer.defaults)
-        self.param_groups = [
-            {
-                # Schedulers write into a tensor in place.
-                name: float(value) if isinstance(value, tensor) else value
-                for name, value in group.items()
-                if name != "params"
-            }
-            for group in optimizer.param_groups
-        ]
-        self._opt_called = True
-
-    def step(self) -> None:
-        """Do nothing."""
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-
-
-def _copied(scheduler: Any) -> tuple[Any, _Optimizer]:
+def _copied(scheduler: Any) -> tuple[Any, Any]:
     """Return a copy of a scheduler and of what it steps, with an optimizer of their own."""
-    optimizer = _Optimizer(scheduler.optimizer)
+    tensor, optimizer = sys.modules["torch"].Tensor, scheduler.optimizer
+    groups = [
+        {
+            # Schedulers write into a tensor in place.
+            name: float(value) if isinstance(value, tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
+    own = SimpleNamespace(param_groups=groups, defaults=dict(optimizer.defaults))
 
     def copied(each: Any) -> Any:
         copy = object.__new__(type(each))
         kept = {name: value for name, value in vars(each).items() if name != "step"}
-        kept["optimizer"] = optimizer
+        # In its first step a scheduler checks whether the optimizer was stepped.
+        kept |= {"optimizer": own, "_step_count": 2}
         if "base_lrs" in kept:
             kept["base_lrs"] = [float(rate) for rate in kept["base_lrs"]]
         if MEMBERS in kept:
@@ -164,7 +152,7 @@ def _copied(scheduler: Any) -> tuple[Any, _Optimizer]:
         vars(copy).update(kept)
         return copy
 
-    return copied(scheduler), optimizer
+    return copied(scheduler), own
 
 
 def _functions(scheduler: Any) -> Iterator[Any]:
