@@ -136,3 +136,22 @@ def test_a_step_and_its_model() -> None:
     assert [each["position"] for each in steps] == [*range(STEPS)]
     assert (steps[0]["norm"], steps[0]["decays"]) == (3.0, [0.1])
     assert steps[0]["used"] and steps[0]["spread"] and steps[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("scaled", "expected"),
+    [
+        (lambda loss: loss / 4, 2.0),
+        (lambda loss: loss * 0.25, 2.0),
+        (lambda loss: loss, 2.0),
+        (lambda loss: loss / 3, 2.0 / 3),
+    ],
+)
+def test_a_loss_of_accumulated_batches(scaled: Callable[[Any], Any], expected: float) -> None:
+    records: list[JsonObject] = []
+    observer = Trained(a_rank(records))
+    weight = nn.Parameter(torch.tensor([2.0]))
+    for _ in range(4):
+        observer.graph_begins(scaled(weight.sum()))
+    observer.step_ended(torch.optim.SGD([weight], lr=0.1), 0)
+    assert records[0]["loss"] == pytest.approx(expected)

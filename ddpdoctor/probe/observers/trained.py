@@ -137,6 +137,7 @@ class Trained(Observer):
         samples.FOLLOWED_INDICES = MAX_INDICES
         self._samples = self._forwards = 0
         self._losses: list[Any] = []
+        self._factors: list[float | None] = []
         self._rows: list[Any] = []
         self._pulls: list[Any] = []
         self._rates: tuple[float, ...] = ()
@@ -192,6 +193,7 @@ class Trained(Observer):
         """Keep the loss of a backward."""
         if loss.numel() == 1:
             self._losses.append(loss.detach())
+            self._factors.append(torch_private.factor_of(loss))
 
     def scheduler_made(self, scheduler: Any) -> None:
         """Note a scheduler. Its schedule may not be complete yet."""
@@ -233,7 +235,6 @@ class Trained(Observer):
 
     def step_ended(self, optimizer: Any, number: int) -> None:
         """Record the step."""
-        losses = [float(each) for each in self._losses]
         norm, used, average, spread = self._measured or (None, None, None, None)
         scheduler = self._scheduler() if self._scheduler is not None else None
         record = TrainedRecord(
@@ -242,7 +243,7 @@ class Trained(Observer):
             decays=self._decays,
             samples=self._samples,
             forwards=self._forwards,
-            loss=sum(losses) / len(losses) if losses else None,
+            loss=self._loss(),
             rows=sum(int(each) for each in self._rows) if self._rows else None,
             pull=sum(float(each) for each in self._pulls) if self._pulls else None,
             armed=self.state.tracker.armed,
@@ -257,8 +258,16 @@ class Trained(Observer):
         self._samples = self._forwards = 0
         self._rates = self._decays = ()
         self._clipped, self._measured, self._masks = False, None, []
-        for each in (self._losses, self._rows, self._pulls):
+        for each in (self._losses, self._factors, self._rows, self._pulls):
             each.clear()
+
+    def _loss(self) -> float | None:
+        """Return the mean loss of the backwards, before the job divided it by their number."""
+        number = len(self._losses)
+        if not number:
+            return None
+        divided = all(each and math.isclose(each * number, 1.0) for each in self._factors)
+        return sum(map(float, self._losses)) / (1 if divided else number)
 
     def _record_model(self, ddp: Any) -> None:
         layers = [each for each in ddp.module.modules() if torch_private.is_batch_norm(each)]

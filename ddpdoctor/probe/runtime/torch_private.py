@@ -327,6 +327,21 @@ def sequence_of(node: Any) -> int:
     return int(number()) if number is not None else -1
 
 
+def factor_of(loss: Any) -> float | None:
+    """Return the number by which a loss was last multiplied: ``_saved_other`` (1.9 to 2.15).
+
+    None if another operation came last. Without it, losses of accumulated batches are averaged.
+    """
+    node = loss.grad_fn
+    name = node.name() if node is not None else ""
+    other = (
+        getattr(node, "_saved_other", None) if name in ("DivBackward0", "MulBackward0") else None
+    )
+    if other is None or other.numel() != 1 or not other:
+        return None
+    return 1 / float(other) if name == "DivBackward0" else float(other)
+
+
 # -- modules, tensors and devices
 
 

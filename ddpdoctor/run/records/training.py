@@ -82,7 +82,8 @@ class TrainedRecord(Record):
     decays: tuple[float, ...] = ()  # Their weight decay
     samples: int = 0  # Of all forwards: the first dimension of the module's first tensor
     forwards: int = 0
-    loss: float | None = None  # Mean over the backwards
+    loss: float | None = None
+    """Mean over the backwards, before the job divided each loss by their number."""
     rows: int | None = None
     """Predictions with a gradient, of all forwards: samples, tokens or pixels that the loss
     counts. None if the module returned no tensor of them."""
