@@ -334,9 +334,13 @@ def factor_of(loss: Any) -> float | None:
     """
     node = loss.grad_fn
     name = node.name() if node is not None else ""
-    other = (
-        getattr(node, "_saved_other", None) if name in ("DivBackward0", "MulBackward0") else None
-    )
+    if name not in ("DivBackward0", "MulBackward0"):
+        return None
+    try:
+        other = getattr(node, "_saved_other", None)
+    except RuntimeError:
+        # The number was changed in place since.
+        return None
     if other is None or other.numel() != 1 or not other:
         return None
     return 1 / float(other) if name == "DivBackward0" else float(other)
