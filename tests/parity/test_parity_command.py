@@ -33,6 +33,9 @@ def test_the_same_training(doctor: Doctor) -> None:
     assert document["verdict"] == "the same training, 4 times the batch"
     assert [each["batch"] for each in document["sizes"]] == [4, 8, 16]
     assert [each["epoch"]["samples"] for each in document["sizes"]] == [320, 320, 320]
+    # The head, two rows and two of the replay, the verdict, and where the runs are.
+    again = doctor.cli("parity", *(each["directory"] for each in document["sizes"]))
+    assert len(again.stdout.splitlines()) == 7, again.stdout
     for each in document["sizes"]:
         assert each["gradient"]["why_not"] == "" and each["gradient"]["different"] == []
         assert each["gradient"]["parameters"] == 3
@@ -40,7 +43,7 @@ def test_the_same_training(doctor: Doctor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("word", "code"), [("own", "DDP337"), ("all", "DDP340"), ("hook", "DDP338")]
+    ("word", "code"), [("own", "DDP337"), ("all", "DDP102"), ("hook", "DDP338")]
 )
 def test_what_differs_is_named(doctor: Doctor, word: str, code: str) -> None:
     document, status = compared(doctor, "--nproc", "1,2", "--", JOB, word)
