@@ -9,6 +9,7 @@ import pytest
 
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose.parity import rows
 from ddpdoctor.diagnose.parity.comparison import compared
 from ddpdoctor.diagnose.parity.epochs import Epoch
 from ddpdoctor.diagnose.parity.training import (
@@ -205,6 +206,34 @@ def test_a_schedule(
         for ranks, each in ((1, one), (2, two))
     ]
     assert codes(*steps) == []
+
+
+def test_the_table() -> None:
+    trainings = [
+        replace(scheduled(ranks, 300, 30), decay=0.01, weights=1.0 + ranks, skipped=ranks - 1)
+        for ranks in (1, 4)
+    ]
+    assert rows.head(trainings) == [
+        ("", "1 rank", "4 ranks"),
+        ("samples per optimizer step", "8", "32"),
+        ("highest learning rate", "0.1", "0.4"),
+    ]
+    table = rows.body(trainings)
+    assert table[1:] == [
+        ("  by the square root", "0.1", "0.2"),
+        ("learning rate at 952", "0.1", "0.4"),
+        ("warm-up ends after", "30 steps", "30 steps"),
+        ("", "240 samples", "960 samples"),
+        ("", "0.5 epochs", "2 epochs"),
+        ("schedule ends after", "300 steps", "300 steps"),
+        ("", "2400 samples", "9600 samples"),
+        ("", "5 epochs", "20 epochs"),
+        ("weight decay per sample", "0.000125", "0.000125"),
+        ("skipped steps", "0", "3"),
+        ("optimizer steps per epoch", "60", "15"),
+        ("samples per epoch", "480", "480"),
+        ("initial weights", "the same", "others"),
+    ]
 
 
 def test_averaged_weights() -> None:

@@ -6,6 +6,7 @@ another number of ranks need not be fast.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import math
@@ -288,11 +289,14 @@ class Trained(Observer):
         known = [
             (scheduler, site)
             for each, site in self._made
-            if (scheduler := each()) is not None and scheduler.optimizer is optimizer
+            if getattr(scheduler := each(), "optimizer", None) is optimizer
         ]
         found = schedules.outermost([scheduler for scheduler, _ in known])
-        # Of several, it is not known which is stepped when.
-        course = schedules.course_of(found[0]) if len(found) == 1 else None
+        course = None
+        # Schedulers of the job's own may refuse to be copied.
+        with contextlib.suppress(Exception):
+            # Of several, it is not known which is stepped when.
+            course = schedules.course_of(found[0]) if len(found) == 1 else None
         self._scheduler = weakref.ref(found[0]) if course is not None else None
         if course is not None:
             self.state.recorder.add(
