@@ -256,6 +256,8 @@ def test_averaged_weights() -> None:
         (Epoch(480, 29, 29, 472, missing=8, shuffled=True), ""),
         (Epoch(480, 6, 6, 420, missing=60, shuffled=True), "the last 60 of 480 samples"),
         (Epoch(480, 30, 30, 480, missing=96, doubled=96, shuffled=True), "drawn twice"),
+        (Epoch(240, 30, 30, 480, doubled=240, shuffled=True), ""),
+        (Epoch(240, 7, 7, 448, doubled=224, shuffled=True), "the last 32 of 480 samples"),
         (Epoch(480, 30, 30, 480, shuffled=False), "read the data in their order"),
         (Epoch(480, 30, 30, 480, shuffled=None), ""),
         (Epoch(480, 30, 30), ""),

@@ -24,12 +24,12 @@ class Epoch:
     """A pass over the training data, the first that all ranks finished, or else their first.
 
     Attributes:
-        length: Samples of the data set. None if not known.
+        length: Samples of the data set of the first rank. None if not known.
         steps: Optimizer steps.
         batches: Batches of a rank.
         drawn: Samples that the ranks drew together. None if they did not finish it.
-        missing: Samples of the data set that no rank drew.
-        doubled: Draws of samples that were drawn before, on any rank.
+        missing: Samples of that data set that no rank drew.
+        doubled: Draws of samples that were drawn before, on any rank, if all have that data set.
         shuffled: Whether a rank's batches are not in order. None if not known.
         made: The line that built the loader.
         repeated: Whether the training is a number of these, by the loops of the source.

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import count, percent
 from ddpdoctor.core.relations import always
-from ddpdoctor.diagnose.parity.epochs import Epoch
 from ddpdoctor.diagnose.parity.training import Training, needs_two_runs
 
 SAME_EPOCH = 0.02  # Part of an epoch's samples that may differ
@@ -61,6 +60,9 @@ def epochs(base: Training, other: Training) -> Iterator[Finding]:
     severity = Severity.WARNING
     ratio = two.drawn / one.drawn
     tolerated = SAME_EPOCH + other.ranks / one.drawn
+    # Each rank may have a data set of its own, whose indices say nothing of those of others.
+    shared = two.length == one.length
+    left = (two.length or 0) * (1 if shared else other.ranks) - two.drawn
     evidence = [
         f"first epoch: {one.drawn} samples with {ranks}, {two.drawn} with {more}",
         f"each rank took {count(two.batches, 'batch', 'batches')}, and {one.batches} before",
@@ -70,13 +72,12 @@ def epochs(base: Training, other: Training) -> Iterator[Finding]:
         severity = Severity.INFO if one.doubled > tolerated * one.drawn else Severity.WARNING
         message = f"an epoch of {more} has {ratio:.2g} times the samples of an epoch of {ranks}"
         fix = "Give the loader a DistributedSampler, so that each rank gets its part."
-    elif ratio < 1 - tolerated and _drops(two, other.ranks):
+    elif ratio < 1 - tolerated and 0 < left < two.drawn / max(1, two.batches) + other.ranks:
         # Another epoch leaves out others, if it has another order.
         severity = Severity.INFO if two.shuffled else Severity.WARNING
-        left = (two.length or 0) - two.drawn
         message = (
-            f"the last {left} of {two.length} samples of an epoch are left out with {more}, as "
-            "they make no whole batch of every rank"
+            f"the last {left} of {two.drawn + left} samples of an epoch are left out with {more}, "
+            "as they make no whole batch of every rank"
         )
         evidence.append(f"{(one.length or 0) - one.drawn} were left out with {ranks}")
         fix = "Leave drop_last out, or make the batches of the ranks smaller."
@@ -85,7 +86,7 @@ def epochs(base: Training, other: Training) -> Iterator[Finding]:
             f"an epoch of {more} has only {percent(ratio)} of the samples of an epoch of {ranks}"
         )
         fix = "Let the data be divided once: a DistributedSampler on the whole data set."
-    elif _excess(two, one) > tolerated:
+    elif shared and (two.doubled - one.doubled) / two.drawn > tolerated:
         message = (
             f"{two.doubled} samples of an epoch are drawn twice with {more}, and {two.missing} are "
             "left out"
@@ -107,15 +108,3 @@ def epochs(base: Training, other: Training) -> Iterator[Finding]:
         fix=fix,
         about="epoch",
     )
-
-
-def _drops(epoch: Epoch, ranks: int) -> bool:
-    """Return whether the samples that were not drawn make no whole batch of every rank."""
-    if epoch.length is None or not epoch.batches or not epoch.drawn:
-        return False
-    return 0 < epoch.length - epoch.drawn < epoch.drawn / epoch.batches + ranks
-
-
-def _excess(two: Epoch, one: Epoch) -> float:
-    """Return the part of an epoch that is drawn twice, beyond that of the smaller size."""
-    return (two.doubled - one.doubled) / two.length if two.length else 0.0
