@@ -188,7 +188,7 @@ def scheduled(ranks: int, end: float | None, peak: float = 0.0) -> Training:
         ((300, 0), (150, 0), ""),
         ((300, 30), (150, 15), ""),
         ((300, 0), (300, 0), "ends after 5 epochs with 1 rank, and after 10 with 2 ranks"),
-        ((300, 0), (75, 0), "after 2.5 with 2 ranks: 50% of the training"),
+        ((300, 0), (75, 0), "after 2.5 with 2 ranks: at 50% of the same epochs"),
         ((300, 60), (150, 60), "the warm-up takes 40% of the learning rate's schedule with 2"),
         ((300, 15), (150, 15), ""),
         ((None, 0), (None, 0), "halves the rate after 1.5 epochs"),

@@ -133,7 +133,7 @@ def _schedule(base: Training, other: Training) -> Finding | None:
     elif factor < 1 / rough:
         message = (
             f"the learning rate's schedule {what} after {lengths[0]:.3g} epochs with {sizes[0]}, "
-            f"and after {lengths[1]:.3g} with {sizes[1]}: {percent(factor)} of the training"
+            f"and after {lengths[1]:.3g} with {sizes[1]}: at {percent(factor)} of the same epochs"
         )
         fix = (
             "Leave out the division by the number of ranks: len(loader) is a rank's part already, "
