@@ -251,6 +251,7 @@ def test_averaged_weights() -> None:
     ("epoch", "expected"),
     [
         (Epoch(480, 60, 60, 960), "2 times the samples"),
+        (Epoch(480, 60, 60, 960, apart=True), ""),
         (Epoch(480, 15, 15, 240), "only 50% of"),
         (Epoch(480, 30, 30, 482), ""),
         (Epoch(480, 29, 29, 472, missing=8, shuffled=True), ""),

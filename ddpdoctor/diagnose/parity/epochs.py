@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.diagnose.data.draws import Pass, passes_of
+from ddpdoctor.diagnose.data.draws import Pass, other_data, passes_of
 from ddpdoctor.diagnose.source_files import last_name, nodes_of, source_of
 from ddpdoctor.diagnose.source_operations import callers
 from ddpdoctor.run.records.training import PassRecord, TrainedRecord
@@ -30,6 +30,7 @@ class Epoch:
         drawn: Samples that the ranks drew together. None if they did not finish it.
         missing: Samples of that data set that no rank drew.
         doubled: Draws of samples that were drawn before, on any rank, if all have that data set.
+        apart: Whether ranks have other samples under the same index.
         shuffled: Whether a rank's batches are not in order. None if not known.
         made: The line that built the loader.
         repeated: Whether the training is a number of these, by the loops of the source.
@@ -41,6 +42,7 @@ class Epoch:
     drawn: int | None = None
     missing: int = 0
     doubled: int = 0
+    apart: bool = False
     shuffled: bool | None = None
     made: Location | None = None
     repeated: bool = False
@@ -88,6 +90,7 @@ def _finished(epoch: Epoch, ranks: Sequence[Rank], passes: Sequence[Pass]) -> Ep
         drawn=draws or sum(one.samples for mine in steps for one in mine),
         missing=round((record.followed - len(union)) * share),
         doubled=round(again * share),
+        apart=other_data({each.rank: each for each in passes}),
         shuffled=record.falls > MIN_FALLS * pairs if pairs >= record.fetched > 0 else None,
     )
 

@@ -45,7 +45,8 @@ class EpochDiffers:
         Right: `DistributedSampler(data)`, and `sampler.set_epoch(epoch)` in each epoch
 
     When it stays silent
-        For epochs that were not finished, for what a sampler pads, and for differences below 2 %.
+        For epochs that were not finished, for what a sampler pads, for differences below 2 %, and
+        for ranks that have more data because each has its own.
         Left out samples that another epoch may draw are information, and so are more samples if
         one rank draws some twice, too.
     """
@@ -61,13 +62,13 @@ def epochs(base: Training, other: Training) -> Iterator[Finding]:
     ratio = two.drawn / one.drawn
     tolerated = SAME_EPOCH + other.ranks / one.drawn
     # Each rank may have a data set of its own, whose indices say nothing of those of others.
-    shared = two.length == one.length
+    shared = two.length == one.length and not two.apart
     left = (two.length or 0) * (1 if shared else other.ranks) - two.drawn
     evidence = [
         f"first epoch: {one.drawn} samples with {ranks}, {two.drawn} with {more}",
         f"each rank took {count(two.batches, 'batch', 'batches')}, and {one.batches} before",
     ]
-    if ratio > 1 + tolerated:
+    if ratio > 1 + tolerated and not two.apart:
         # Samples that are drawn at random, and again, are no order that ranks should share.
         severity = Severity.INFO if one.doubled > tolerated * one.drawn else Severity.WARNING
         message = f"an epoch of {more} has {ratio:.2g} times the samples of an epoch of {ranks}"

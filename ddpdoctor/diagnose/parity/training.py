@@ -150,12 +150,14 @@ def at(points: Sequence[Point], samples: int) -> float | None:
 
 
 def training_of(run: Run) -> Training | None:
-    """Return what a run trains with. None if its ranks did not record it."""
+    """Return what a run trains with. None if its ranks did not record steps of a DDP module."""
     ranks = [rank for rank in run.last if rank.records.of(TrainedRecord)]
     if not ranks or len(ranks) < run.world_size:
         return None
     every = list(zip(*(rank.records.of(TrainedRecord) for rank in ranks), strict=False))
     records = [each[0] for each in every]
+    if not any(each.forwards for each in records):
+        return None
     batches = [sum(one.samples for one in each) for each in every]
     before = [*itertools.accumulate(batches, initial=0)]
     losses = [_mean([one.loss for one in each]) for each in every]
