@@ -55,11 +55,18 @@ def jobs(paths: list[Path], twin: bool = False) -> list[object]:
     ]
 
 
+def noted(note: Note, kind: Kind, verdict: Verdict) -> Verdict:
+    """Note what `benchmarks/load.py` counts."""
+    note("named", kind == "sick" and not verdict.missing)
+    note("others", [f"{each['severity']} {each['code']}" for each in verdict.others])
+    return verdict
+
+
 def examined(doctor: Doctor, kind: Kind, path: Path, note: Note) -> Verdict:
     """Run a job and judge all that is said of it, also what is withdrawn later.
 
     The job has to end as it says it does. Where it is not there to hang, ddpdoctor may end what
-    hangs: nothing is to be ended. What `benchmarks/load.py` counts is noted with the test.
+    hangs: nothing is to be ended.
     """
     needed = needed_gpus(path)
     if needed and needed > visible(os.environ):
@@ -76,16 +83,14 @@ def examined(doctor: Doctor, kind: Kind, path: Path, note: Note) -> Verdict:
         compared = json.loads(doctor.cli(*words, "--", str(path)).stdout)
         assert compared["failed"] == []
         report.write_text("".join(f"{json.dumps(each)}\n" for each in compared["findings"]))
-        return judged(kind, path, read(report))
+        return noted(note, kind, judged(kind, path, read(report)))
     hangs = kind == "sick" and path.stem.startswith(("ddp4", "ddp8"))
     words = ["--json", str(report), "--quiet", *options(path)]
     words += [] if hangs else ["--kill-on-hang"]
     ranks = str(head(path, "ranks", 2))
     # On a machine that has other work they take minutes.
     result = doctor.run(*words, "--nproc-per-node", ranks, "--", str(path), timeout=900)
-    verdict = judged(kind, path, read(report))
-    note("named", kind == "sick" and not verdict.missing)
-    note("others", [f"{each['severity']} {each['code']}" for each in verdict.others])
+    verdict = noted(note, kind, judged(kind, path, read(report)))
     note("killed", result.status == HANG and not hangs)
     expected = head(path, "status", 0)
     if expected:
