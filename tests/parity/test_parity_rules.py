@@ -200,6 +200,10 @@ def test_a_schedule(
     found = list(compared(scheduled(1, *one), scheduled(2, *two)))
     assert [each.code for each in found] == ["DDP331"] * bool(expected)
     assert all(expected in each.message and each.location for each in found)
+    # The larger size has trained to its end, which is that of the schedule.
+    ended = replace(scheduled(2, *two), finished=True, steps=int(two[0] or 180))
+    still = "warm-up" in expected or "halves" in expected
+    assert codes(scheduled(1, *one), ended) == ["DDP331"] * still
     # A job that trains for a number of steps may count them.
     steps = [
         replace(scheduled(ranks, *each), epoch=Epoch(480, 60 // ranks, 60 // ranks, 480))

@@ -78,7 +78,7 @@ def _data(trainings: Sequence[Training]) -> Iterator[Row]:
     yield ("samples per epoch", *_of_epochs(trainings, lambda each: each.drawn))
     finished = [each.epoch if each.epoch and each.epoch.drawn else None for each in trainings]
     if len({each.length for each in finished if each is not None}) > 1:
-        # Each rank has a data set of its own, whose indices say nothing of those of others.
+        # Each rank has another data set, whose indices say nothing of those of others.
         return
     yield ("  left out", *_any([each.missing if each else None for each in finished]))
     yield ("  drawn twice", *_any([each.doubled if each else None for each in finished]))

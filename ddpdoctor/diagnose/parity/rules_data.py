@@ -61,7 +61,7 @@ def epochs(base: Training, other: Training) -> Iterator[Finding]:
     severity = Severity.WARNING
     ratio = two.drawn / one.drawn
     tolerated = SAME_EPOCH + other.ranks / one.drawn
-    # Each rank may have a data set of its own, whose indices say nothing of those of others.
+    # Each rank may have another data set, whose indices say nothing of those of others.
     shared = two.length == one.length and not two.apart
     left = (two.length or 0) * (1 if shared else other.ranks) - two.drawn
     evidence = [

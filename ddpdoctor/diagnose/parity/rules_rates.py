@@ -19,6 +19,7 @@ SAME_RATE = 0.02  # Relative difference of learning rates that are the same
 MIN_SHAPE = 5  # Learning rates that show whether a schedule follows steps or samples
 MIN_FACTOR = 1.4  # Ratio of two schedules' lengths, in epochs, that is worth a word
 MIN_WARM = 0.3  # Part of a schedule that a warm-up takes, from which it is worth a word
+FITS = 0.1  # Relative difference of a schedule's length and the steps of a training that it fits
 SAME_DECAY = 0.1  # Relative difference of 1 - decay that is the same
 MIN_AVERAGED = 5  # Steps in which averaged weights changed
 MIN_STEADY = 0.85  # Part of what an average forgot some steps before, if its decay does not grow
@@ -109,12 +110,7 @@ def _schedule(base: Training, other: Training) -> Finding | None:
     # A job that counts steps to its end may well count them in its schedule.
     if not (before.repeated and after.repeated and before.steps and after.steps):
         return None
-    if one.end is not None and two.end is not None:
-        ends, what = (one.end, two.end), "ends"
-    elif one.half is not None and two.half is not None:
-        ends, what = (one.half, two.half), "halves the rate"
-    else:
-        return None
+    what, ends = _lengths(one, two)
     lengths = ends[0] / before.steps, ends[1] / after.steps
     sizes = f"{count(base.ranks, 'rank')}", f"{count(other.ranks, 'rank')}"
     if not all(lengths):
@@ -123,14 +119,16 @@ def _schedule(base: Training, other: Training) -> Finding | None:
     # Steps of an epoch are whole numbers.
     rough = MIN_FACTOR + 1 / after.steps
     shares = _warm(one), _warm(two)
-    if factor > rough:
+    # If it ends with the training of the larger size, it is the smaller one that it does not fit.
+    fits = other.finished and abs(ends[1] - other.steps) <= FITS * other.steps
+    if factor > rough and not fits:
         message = (
             f"the learning rate's schedule {what} after {lengths[0]:.3g} epochs with {sizes[0]}, "
             f"and after {lengths[1]:.3g} with {sizes[1]}: in the same epochs it gets to "
             f"{percent(1 / factor)} of its length"
         )
         fix = BY_LOADER
-    elif factor < 1 / rough:
+    elif factor < 1 / rough and not fits:
         message = (
             f"the learning rate's schedule {what} after {lengths[0]:.3g} epochs with {sizes[0]}, "
             f"and after {lengths[1]:.3g} with {sizes[1]}: at {percent(factor)} of the same epochs"
@@ -162,6 +160,13 @@ def _schedule(base: Training, other: Training) -> Finding | None:
         fix=fix,
         about="schedule by steps",
     )
+
+
+def _lengths(one: Schedule, two: Schedule) -> tuple[str, tuple[float, float]]:
+    """Return what can be compared of two schedules, and after how many steps. 0 if unknown."""
+    if one.end is not None and two.end is not None:
+        return "ends", (one.end, two.end)
+    return "halves the rate", (one.half or 0.0, two.half or 0.0)
 
 
 def _warm(schedule: Schedule) -> float:

@@ -55,6 +55,7 @@ class Training:
     Attributes:
         ranks: The world size.
         steps: Number of optimizer steps that all ranks recorded.
+        finished: Whether these are all, as the job ended well.
         batch: Samples of all ranks in an optimizer step.
         rates: Learning rate of the first parameter group over samples.
         decay: Its weight decay.
@@ -88,6 +89,7 @@ class Training:
     schedule: Schedule | None = None
     averages: tuple[float, ...] = ()
     averaged: Location | None = None
+    finished: bool = False
     norms: tuple[Norms, ...] = ()
     skipped: int = 0
     weights: float | None = None
@@ -161,8 +163,7 @@ def training_of(run: Run) -> Training | None:
     batches = [sum(one.samples for one in each) for each in every]
     before = [*itertools.accumulate(batches, initial=0)]
     losses = [_mean([one.loss for one in each]) for each in every]
-    averages = tuple(each.average for each in records if each.average is not None)
-    averaged = any(each < 1.0 for each in averages)
+    averages = _averages(records)
     model = ranks[0].records.first(TrainedModelRecord)
     epoch = epoch_of(run, ranks)
     masks = _masks(every)
@@ -178,8 +179,9 @@ def training_of(run: Run) -> Training | None:
         stepped=ranks[0].site("optimizer"),
         wrapped=wrapped_at(run),
         schedule=_schedule(ranks[0], records, epoch),
-        averages=averages if averaged else (),
-        averaged=averaged_at(run) if averaged else None,
+        averages=averages,
+        finished=run.exit_status == 0,
+        averaged=averaged_at(run) if averages else None,
         norms=tuple(_norms(every)),
         skipped=sum(each.skipped for each in ranks[0].steps),
         weights=model.weights if model is not None else None,
@@ -198,6 +200,12 @@ def _mean(values: Sequence[float | None]) -> float | None:
     """Return the mean of the ranks' values. None if one of them is not known."""
     known = [each for each in values if each is not None]
     return mean(known) if len(known) == len(values) else None
+
+
+def _averages(records: Sequence[TrainedRecord]) -> tuple[float, ...]:
+    """Return the decays of averaged weights. Empty if nothing averages them."""
+    found = tuple(each.average for each in records if each.average is not None)
+    return found if any(each < 1.0 for each in found) else ()
 
 
 def _norms(every: Sequence[tuple[TrainedRecord, ...]]) -> Iterator[Norms]:
