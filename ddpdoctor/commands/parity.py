@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,15 +28,23 @@ from ddpdoctor.core.formatting import count, json_text, shown
 from ddpdoctor.core.options import Given, Parser
 from ddpdoctor.diagnose.parity import rows
 from ddpdoctor.diagnose.parity.comparison import compared
+from ddpdoctor.diagnose.parity.curves import Curves, beyond_noise, curves_of
+from ddpdoctor.diagnose.parity.rules_evaluation import compared_evaluations
 from ddpdoctor.diagnose.parity.training import Training, training_of, wrapped_at
-from ddpdoctor.render import console, terminal
+from ddpdoctor.render import console, curves, terminal
+from ddpdoctor.render.html import parity_page as html
 from ddpdoctor.replay.gradients import Comparison, Difference
 from ddpdoctor.run.names import CAPSULE, TRAINED
+from ddpdoctor.run.overrides import SEED
 from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.records.model import DdpRecord
+from ddpdoctor.run.records.process import OverrideRecord
+from ddpdoctor.run.records.training import CapsuleRecord
+from ddpdoctor.run.rundir import put
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.scale import results
-from ddpdoctor.scale.results import AS_IT_IS, Launch, Planned, launch_from
-from ddpdoctor.scale.session import run_once, stop_at_signals
+from ddpdoctor.scale.results import AS_IT_IS, Launch, Planned, Variant, launch_from
+from ddpdoctor.scale.session import Stopped, run_once, stop_at_signals
 from ddpdoctor.supervise import command as job_command
 
 DEFAULT_STEPS = 100
@@ -59,6 +67,10 @@ compare runs that it made before, by their directories.
 Options:
   --nproc N,N,...   Ranks [default: 1,2].
   --steps N         End each run after N optimizer steps [default: 100].
+  --seeds N         Run the smallest size N times, with other seeds each, and say
+                    whether a loss of more ranks is beyond their differences.
+  --curves          Draw the losses over samples seen; else only if it differs.
+  --html FILE       Write table, losses and findings as a page.
   --replay          Keep step 5 of each rank, compute it again in one process,
                     and compare the average of the ranks' gradients with DDP's.
   -v, --verbose     Print all rows, also if all sizes train alike.
@@ -76,6 +88,8 @@ bad input.
     {
         "--nproc": sizes_option(),
         "--steps": options.number(2, 4096),
+        "--seeds": options.number(2, 32),
+        "--html": options.FILE,
         "--run-dir": options.DIRECTORY,
     },
     leading=True,
@@ -89,6 +103,7 @@ class Compared(NamedTuple):
     training: Training
     findings: tuple[Finding, ...]
     replayed: Comparison | None
+    seed: int  # 0 for the script's own
 
 
 class _Enough(Exception):
@@ -106,18 +121,40 @@ def main(words: Sequence[str]) -> int:
     if all((each / "run.json").is_file() for each in given_runs):
         if len(given_runs) < 2:
             raise DoctorError("one run alone cannot be compared", "name another one")
-        every = [_read(each) for each in given_runs]
+        runs = [_read(each) for each in given_runs]
         failed: list[str] = []
     else:
-        every, failed = _made(given)
-    every.sort(key=lambda each: each.training.ranks)
+        try:
+            runs, failed = _made(given)
+        except Stopped as stopped:
+            return 128 + stopped.number
+    return _report(given, runs, failed)
+
+
+def _report(given: Given, runs: list[Compared], failed: Sequence[str]) -> int:
+    """Print what differs between runs. Returns the exit status."""
+    runs.sort(key=lambda each: each.training.ranks)
+    every = [each for each in runs if not each.seed]
+    seeds = [each.training for each in runs if each.seed]
     found = _findings(every)
+    drawn = curves_of([each.training for each in every], seeds)
+    noise = list(beyond_noise([each.training for each in every], seeds))
+    remarks = [*noise, *_not_followed(every)]
     if "--json" in given:
-        print(json_text(_document(every, found, failed)))
+        print(json_text(_document(every, found, failed, drawn, remarks)))
     else:
         _print(every, found, failed, bool(found) or "--verbose" in given)
+        if drawn is not None and ("--curves" in given or seeds or _differs(found)):
+            _print_curves(drawn)
+        for each in remarks:
+            print(shown(f"ddpdoctor: {each}"))
+        if len(every) > 1:
+            print(f"ddpdoctor: {_verdict(every, found)}")
+            print(shown(f"ddpdoctor: kept in {every[0].run.path.parent}"))
     sys.stdout.flush()
-    return int(bool(failed) or any(each.severity > Severity.INFO for each in found))
+    if "--html" in given and len(every) > 1:
+        _write_page(Path(given.get("--html")), every, found, failed, drawn, remarks)
+    return int(bool(failed) or _differs(found))
 
 
 def _made(given: Given) -> tuple[list[Compared], list[str]]:
@@ -134,16 +171,19 @@ def _made(given: Given) -> tuple[list[Compared], list[str]]:
         variables[CAPSULE] = str(REPLAYED_STEP)
     every: list[Compared] = []
     failed: list[str] = []
+    runs = [(size, AS_IT_IS) for size in sizes]
+    for number in range(1, given.get("--seeds", 1)):
+        runs.append((sizes[0], Variant(f"{SEED}={number}", {SEED: str(number)})))
     line = terminal.StatusLine()
     try:
-        for number, size in enumerate(sizes, 1):
-            planned = Planned(number, size, AS_IT_IS, 1)
+        for number, (size, variant) in enumerate(runs, 1):
+            planned = Planned(number, size, variant, 1)
             directory = folder / planned.directory
             try:
                 _run(planned, launch, folder, given.get("--steps", DEFAULT_STEPS), variables, line)
-                every.append(_read(directory))
+                every.append(_read(directory, CAPSULE in variables))
             except DoctorError as error:
-                failed.append(f"{size.words}: {error.message}; its output: {directory}.log")
+                failed.append(f"{planned.words}: {error.message}; its output: {directory}.log")
     finally:
         line.close()
     return every, failed
@@ -168,39 +208,52 @@ def _run(
 
     words = ["--overhead-budget", "100", *launch.words(planned)]
     with contextlib.suppress(_Enough):
-        run_once(planned, words, {}, folder, made, variables)
+        run_once(planned, words, planned.variant.overrides, folder, made, variables)
 
 
-def _read(directory: Path) -> Compared:
-    """Read a run.
+def _read(directory: Path, replays: bool = False) -> Compared:
+    """Read a run. ``replays``: its ranks were asked to keep a step.
 
     Raises:
         DoctorError: Its ranks recorded nothing that can be compared.
     """
     run = RunReader(directory, lenient=True).snapshot()
     training = training_of(run)
-    if training is None or training.steps < 2:
+    if training is None or training.steps < 2 or not training.batch:
         raise DoctorError(
             "no rank recorded a step of a DDP module" if run.ranks else "it started no rank",
             "parity compares jobs that wrap their model at every size",
         )
+    built = (each for rank in run.last for each in rank.records.of(DdpRecord))
+    parts = [each for each in built if each.group_ranks and len(each.group_ranks) < run.world_size]
+    if parts:
+        raise DoctorError(
+            f"a DDP module is replicated on {len(parts[0].group_ranks)} of {run.world_size} ranks",
+            "parity compares jobs whose ranks all have the same model",
+        )
     rules = [each for each in RULES.values() if each.code in _EXAMINED]
     found = examine(run, rules, failed=lambda *_: None)
-    return Compared(run, training, tuple(found), _replayed(directory))
+    moved = (each for rank in run.last for each in rank.records.of(OverrideRecord))
+    seed = next((int(each.value) for each in moved if each.name == SEED), 0)
+    return Compared(run, training, tuple(found), None if seed else _replayed(run, replays), seed)
 
 
 _EXAMINED = frozenset(
-    ("DDP101", "DDP102", "DDP103", "DDP105", "DDP107", "DDP110", "DDP113", "DDP114", "DDP115",
-     "DDP116", "DDP117", "DDP317", "DDP329", "DDP330", "DDP337", "DDP342", "DDP601", "DDP701")
+    ("DDP101", "DDP102", "DDP103", "DDP105", "DDP106", "DDP107", "DDP110", "DDP113", "DDP114",
+     "DDP115", "DDP116", "DDP117", "DDP317", "DDP329", "DDP330", "DDP337", "DDP342", "DDP601",
+     "DDP701")
 )  # fmt: skip
 """Rules on one run whose findings change what a job trains with. Others are the run's own."""
 
 
-def _replayed(directory: Path) -> Comparison | None:
-    """Compute the kept step of a run again, in another process. None without one."""
-    if not list(directory.glob("capsule-*.pickle")):
-        return None
-    command = in_own_process(str(directory), module="ddpdoctor.replay.gradients")
+def _replayed(run: Run, asked: bool) -> Comparison | None:
+    """Compute the kept step of a run again, in another process. None if none was asked for."""
+    if not list(run.path.glob("capsule-*.pickle")):
+        kept = (each for rank in run.last for each in rank.records.of(CapsuleRecord))
+        why = next((each.why_not for each in kept if each.why_not), "")
+        short = f"the run ended before step {REPLAYED_STEP}" if asked else ""
+        return Comparison(why_not=why or short) if why or short else None
+    command = in_own_process(str(run.path), module="ddpdoctor.replay.gradients")
     try:
         done = subprocess.run(
             command, capture_output=True, timeout=REPLAY_TIMEOUT, stdin=subprocess.DEVNULL
@@ -218,6 +271,7 @@ def _findings(every: Sequence[Compared]) -> list[Finding]:
     found: list[Finding] = []
     for each in every[1:]:
         found += compared(every[0].training, each.training)
+        found += compared_evaluations(every[0].run, each.run)
         found += each.findings
     for each in every:
         found += _wrong_gradient(each)
@@ -282,13 +336,51 @@ def _print(
     for finding in found:
         colour = terminal.wants_colour(sys.stdout.fileno())
         print(console.render(finding, colour=colour, width=terminal.width(sys.stdout.fileno())))
-    print(f"ddpdoctor: {_verdict(every, found)}")
-    print(shown(f"ddpdoctor: kept in {every[0].run.path.parent}"))
+
+
+def _print_curves(drawn: Curves) -> None:
+    """Print the losses over samples as a picture."""
+    low, high = drawn.low, drawn.high
+    first = next(iter(drawn.sizes))
+    band = (f"{drawn.seeds} seeds of {count(first, 'rank')}", low, high) if low else None
+    sizes = [(count(ranks, "rank"), values) for ranks, values in drawn.sizes.items()]
+    print("loss over samples seen")
+    print("\n".join(curves.drawn(sizes, f" {drawn.samples[-1]}", band)))
+
+
+def _write_page(
+    path: Path,
+    every: Sequence[Compared],
+    found: Sequence[Finding],
+    failed: Sequence[str],
+    drawn: Curves | None,
+    remarks: Sequence[str],
+) -> None:
+    table = _table([each.training for each in every], [each.replayed for each in every])
+    page = html.parity_page(
+        title=" ".join(every[0].run.command),
+        verdict=_verdict(every, found).removesuffix(", see above"),
+        differs=_differs(found),
+        remarks=[*remarks, *failed],
+        findings=found,
+        table=table,
+        curves=drawn,
+        runs=[(count(each.training.ranks, "rank"), str(each.run.path)) for each in every],
+        written=console.written_before(every[0].run),
+    )
+    try:
+        put(path, page.encode())
+    except OSError as error:
+        raise DoctorError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _differs(found: Sequence[Finding]) -> bool:
+    return any(each.severity > Severity.INFO for each in found)
 
 
 def _verdict(every: Sequence[Compared], found: Sequence[Finding]) -> str:
     base, last = every[0].training, every[-1].training
-    if any(each.severity > Severity.INFO for each in found):
+    if _differs(found):
         return f"{count(last.ranks, 'rank')} train differently from {base.ranks}, see above"
     growth = last.batch / base.batch if base.batch else 1.0
     times = f"{growth:.3g} times the batch" if abs(growth - 1) > 0.01 else "the same batch"
@@ -321,11 +413,35 @@ def _gradient(replayed: Comparison | None) -> str:
 def _whole(replayed: Comparison | None) -> str:
     if replayed is None or replayed.whole is None:
         return "-"
-    return "the same" if replayed.whole < 0.01 else f"differs by {replayed.whole:.0%}"
+    if replayed.whole >= 0.01:
+        return f"differs by {replayed.whole:.0%}"
+    scale = replayed.whole_scale or 1.0
+    return "the same" if abs(scale - 1) < 0.01 else f"{scale:.3g} x average"
+
+
+def _not_followed(every: Sequence[Compared]) -> Iterator[str]:
+    """Yield what a replayed step could not reproduce, and why."""
+    for each in every:
+        replayed, ranks = each.replayed, count(each.training.ranks, "rank")
+        if replayed is None:
+            continue
+        if replayed.why_not:
+            yield f"the step of {ranks} was not computed again: {replayed.why_not}"
+        elif replayed.whole_why:
+            how = (
+                ", and is taken for a mean over its predictions"
+                if replayed.whole_by == "predictions"
+                else ""
+            )
+            yield f"the loss of {ranks} was not followed{how}: {replayed.whole_why}"
 
 
 def _document(
-    every: Sequence[Compared], found: Sequence[Finding], failed: Sequence[str]
+    every: Sequence[Compared],
+    found: Sequence[Finding],
+    failed: Sequence[str],
+    drawn: Curves | None,
+    remarks: Sequence[str],
 ) -> dict[str, Any]:
     sizes = []
     for each in every:
@@ -362,6 +478,9 @@ def _document(
                     "different": [e.name for e in replayed.different],
                     "scale": replayed.scale,
                     "whole": replayed.whole,
+                    "whole_scale": replayed.whole_scale,
+                    "whole_by": replayed.whole_by,
+                    "whole_why": replayed.whole_why,
                     "why_not": replayed.why_not,
                 },
             }
@@ -369,6 +488,15 @@ def _document(
     return {
         "format": 1,
         "sizes": sizes,
+        "curves": drawn
+        and {
+            "samples": list(drawn.samples),
+            "losses": [{"ranks": n, "values": list(v)} for n, v in drawn.sizes.items()],
+            "band": {"seeds": drawn.seeds, "low": list(drawn.low), "high": list(drawn.high)}
+            if drawn.low
+            else None,
+        },
+        "remarks": list(remarks),
         "findings": [to_record(each) for each in found],
         "failed": list(failed),
         "verdict": _verdict(every, found) if len(every) > 1 else "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -11,13 +12,24 @@ from typing import Any
 
 from ddpdoctor.core import options
 from ddpdoctor.core.errors import DoctorError
-from ddpdoctor.core.formatting import count, shown
+from ddpdoctor.core.formatting import count, named, shown
 from ddpdoctor.core.opening import ForeignError
-from ddpdoctor.core.options import Parser
-from ddpdoctor.replay import gradients
+from ddpdoctor.core.options import Parser, Value
+from ddpdoctor.replay import devices, steps
+from ddpdoctor.replay.losses import NotFollowedError, total_loss
 from ddpdoctor.run import rundir
-from ddpdoctor.run.capsule import Capsule, tensors_of
+from ddpdoctor.run.capsule import PARTIAL, Capsule, RefusedError, tensors_of
 from ddpdoctor.run.names import capsule_file
+
+
+def _devices(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not all(_DEVICE.fullmatch(each) for each in names):
+        raise ValueError(text)
+    return names
+
+
+_DEVICE = re.compile(r"[a-z]{2,12}(:\d{1,3})?", re.ASCII)
 
 PARSER = Parser(
     "replay",
@@ -29,16 +41,19 @@ parity --replay`) again: in one process, on the CPU, without the other ranks.
 
 Options:
   --rank N          The rank [default: the first that kept a step].
+  --devices D,D,... Compute it twice on each of these devices, such as
+                    cuda:0,cuda:1,cpu, and compare outputs and gradients.
+  --trust           Read a file whatever it refers to: it may run any program.
   --pdb             Stop in pdb before the forward, and at an exception.
   -h, --help        Show this text.
 
 It imports the modules of the job and runs the model's code, and reads only files
 of your own account. A debugger's breakpoint() in the model stops here, too.
 
-Exit status: 0; 1 if the forward raises an exception, or its outputs are not
-finite; 2 for bad input.
+Exit status: 0; 1 if the forward raises an exception, its outputs are not
+finite, or devices differ by more than rounding; 2 for bad input.
 """,
-    {"--rank": options.number(0, 1 << 17)},
+    {"--rank": options.number(0, 1 << 17), "--devices": Value(_devices, "cuda:0,cuda:1")},
 )
 
 
@@ -53,9 +68,14 @@ def main(words: Sequence[str]) -> int:
     except ImportError:
         raise DoctorError("replay needs torch", "run it in the job's environment") from None
     try:
-        capsule = gradients.load(str(path), torch)
+        capsule = steps.load(str(path), torch, "--trust" in given)
     except ForeignError as error:
         raise DoctorError(f"{path} {error.strerror}", "only your own steps are run") from None
+    except RefusedError as error:
+        raise DoctorError(
+            f"{path.name} refers to {error}, which models do not need: it is not read",
+            "if you would run the job that wrote it, add --trust",
+        ) from None
     except Exception as error:
         # The classes of the job may fail to be imported in any way.
         raise DoctorError(
@@ -64,7 +84,28 @@ def main(words: Sequence[str]) -> int:
         ) from None
     sys.path.insert(0, os.getcwd())
     print(shown(_head(capsule)))
+    if "--devices" in given:
+        return _on_devices(capsule, torch, given.get("--devices"))
     return _computed(capsule, torch, "--pdb" in given)
+
+
+def _on_devices(capsule: Capsule, torch: Any, names: Sequence[str]) -> int:
+    """Compute the step on devices. Returns 1 if one computes wrongly."""
+    for name in names:
+        why = devices.unusable(name, torch)
+        if why:
+            raise DoctorError(f"{name} cannot be used here: {why}", "name others with --devices")
+    try:
+        every = [devices.compute(capsule, name, torch) for name in names]
+    except Exception as error:
+        traceback.print_exception(error)
+        return 1
+    lines, wrong = devices.report(capsule, every, torch)
+    for line in lines:
+        print(shown(f"  {line}"))
+    if not any(each.gradients for each in capsule.forwards):
+        print("  gradients: not computed, as the backward of the step was not kept")
+    return int(wrong)
 
 
 def _file(directory: Path, rank: int | None) -> Path:
@@ -73,6 +114,12 @@ def _file(directory: Path, rank: int | None) -> Path:
     wanted = directory / capsule_file(rank) if rank is not None else kept[0] if kept else None
     if wanted is not None and wanted in kept:
         return wanted
+    partial = [int(each.name[8:12]) for each in directory.glob(f"capsule-[0-9]*.pickle{PARTIAL}")]
+    if partial and (not kept or rank in partial):
+        raise DoctorError(
+            f"{named(partial)} ended while writing the step, and left a part of it",
+            "with ddpdoctor run --grace SECONDS a job that is stopped has more time",
+        )
     if not kept:
         raise DoctorError(
             f"{directory}: no rank kept a step there",
@@ -92,25 +139,33 @@ def _head(capsule: Capsule) -> str:
 
 def _computed(capsule: Capsule, torch: Any, stop: bool) -> int:
     """Compute the forwards. Returns 1 if one fails, or has outputs that are not finite."""
-    gradients.restore(capsule, torch)
+    steps.restore(capsule, torch)
     status = 0
+    outputs = {}
     for number, each in enumerate(capsule.forwards):
         if stop:
             import pdb
 
             pdb.set_trace()
         try:
-            output = gradients.forward(capsule, each, torch)
+            output = steps.forward(capsule, each, torch)
         except Exception as error:
             traceback.print_exception(error)
             if stop:
                 pdb.post_mortem(error.__traceback__)
             return 1
+        outputs.update({(number, at): e for at, e in enumerate(tensors_of(output, torch))})
         for name, values in (("input", (each.args, each.kwargs)), ("output", output)):
             for place, tensor in enumerate(tensors_of(values, torch)):
                 text, finite = _summary(tensor)
                 status |= int(not finite)
                 print(f"  forward {number} {name} {place}: {text}")
+    if capsule.loss_calls is not None:
+        try:
+            loss = total_loss(capsule.loss_calls, outputs, torch)
+            print(f"  loss: {loss.item():.6g}")
+        except NotFollowedError as why:
+            print(shown(f"  loss: not computed again: {why}"))
     return status
 
 

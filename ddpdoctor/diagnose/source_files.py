@@ -200,7 +200,7 @@ class Source(Tree):
         if isinstance(statement, ast.While):
             called = (each.func for each in ast.walk(statement.test) if isinstance(each, ast.Call))
             return any(isinstance(each, ast.Name) and each.id == "next" for each in called)
-        handler = self._parents.get(statement)
+        handler = self.parents.get(statement)
         return isinstance(handler, ast.ExceptHandler) and "StopIteration" in {
             each.id for each in ast.walk(handler.type or handler) if isinstance(each, ast.Name)
         }

@@ -80,6 +80,9 @@ _INSTALL: tuple[tuple[str, Callable[[ModuleType], None]], ...] = (
     ("torch.utils.data.dataloader", overrides.install_loader),
     ("torch.utils.data.dataset", training.install_subset),
     ("torch.utils.data.distributed", training.install_distributed_sampler),
+    ("torch.utils.data.distributed", overrides.install_sampler_seed),
+    *((name, overrides.install_seed) for name in overrides.SEEDED),
+    ("torch", overrides.install_first_seed),
     ("torch.autograd", training.install_backward),
     ("torch.distributed.pipelining.stage", ddp.install_stage_forwards),
     # The first is that of torch 2.6 and later, the second that of 2.4 and 2.5.

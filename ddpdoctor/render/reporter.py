@@ -71,7 +71,7 @@ def summary_lines(run: Run) -> Iterator[str]:
         }
     )
     if overridden:
-        yield f"overridden for `ddpdoctor scale`: {', '.join(overridden)}"
+        yield f"overridden by ddpdoctor: {', '.join(overridden)}"
     yield from _kept_lines(run)
     ends = [rank.ended for rank in run.last if rank.ended is not None]
     over = sum(end.over for end in ends)

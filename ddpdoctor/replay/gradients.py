@@ -13,19 +13,22 @@ from __future__ import annotations
 import glob
 import json
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ddpdoctor.replay.definitions import Definitions
-from ddpdoctor.run.capsule import Capsule, Forward, Source, read, row_sizes, tensors_of
+from ddpdoctor.replay.losses import NotFollowedError, NumberReturnedError
+from ddpdoctor.replay.steps import Outputs, load, local_gradients
+from ddpdoctor.replay.whole_batch import Steps, gradient_by_inputs, gradient_by_loss
+from ddpdoctor.run.capsule import Capsule, row_sizes
 
 TOLERANCE = 1e-3
 """Relative difference of two gradients that are equal within rounding (float32, other order)."""
 
 COARSE_TOLERANCE = 3e-2  # The same in float16 or bfloat16
 MIN_NORM = 1e-12
+NUDGE = 1e-6  # Relative change of weights, some last bits of float32
+AMPLIFIED = 3.0  # Ratio from which a difference is more than such a change makes
 _COARSE = ("float16", "bfloat16")
 
 
@@ -51,8 +54,12 @@ class Comparison:
         used: The factor by which the optimizer's gradients differ from the reduced ones, such as by
             clipping. None if they differ otherwise.
         rows: Predictions of each rank that the loss counts: samples, tokens or pixels.
-        whole: Relative difference of the average to the gradient of the whole batch, for a loss
-            that is a mean over these predictions. None if the ranks have no such outputs.
+        whole: Relative difference of the average to the gradient of the whole batch, apart from
+            ``whole_scale``. None if it is not known.
+        whole_scale: The gradient of the whole batch, as a multiple of the average.
+        whole_by: How it was computed: by the ``loss``'s own calls with all outputs, by the model
+            with all ``inputs``, or as a mean over the ``predictions`` that the loss counts.
+        whole_why: Why it was not computed by the loss or the model.
         apart: Largest relative difference between the replicas' reduced gradients.
         why_not: Why nothing was compared.
         remarks: What was not computed as in the job.
@@ -68,73 +75,12 @@ class Comparison:
     used: float | None = None
     rows: list[int] = field(default_factory=list)
     whole: float | None = None
+    whole_scale: float | None = None
+    whole_by: str = ""
+    whole_why: str = ""
     apart: float = 0.0
     why_not: str = ""
     remarks: list[str] = field(default_factory=list)
-
-
-def load(path: str, torch: Any) -> Capsule:
-    """Read a capsule with the classes of its script, and import as the rank did.
-
-    Raises:
-        Exception: What `read` raises.
-    """
-
-    def finder(source: Source) -> Callable[[str], Any]:
-        for each in reversed(source.path):
-            if each not in sys.path:
-                sys.path.insert(0, each)
-        return Definitions(source.script).find
-
-    return read(path, torch, finder)
-
-
-def forward(capsule: Capsule, each: Forward, torch: Any) -> Any:
-    """Compute a forward again, from the state of the generators that it had."""
-    states = each.generators
-    torch.set_rng_state(states["torch"])
-    if "numpy" in states:
-        sys.modules["numpy"].random.set_state(states["numpy"])
-    if "random" in states:
-        import random
-
-        random.setstate(states["random"])
-    return capsule.module(*each.args, **each.kwargs)
-
-
-def restore(capsule: Capsule, torch: Any) -> None:
-    """Give the module the weights that it had before the step, on the CPU, and no gradients."""
-    capsule.module.to("cpu")
-    with torch.no_grad():
-        own = dict(capsule.module.named_parameters()) | dict(capsule.module.named_buffers())
-        for name, value in capsule.weights.items():
-            if name in own:
-                own[name].copy_(value)
-    for parameter in capsule.module.parameters():
-        parameter.grad = None
-
-
-def local_gradients(capsule: Capsule, torch: Any) -> dict[str, Any]:
-    """Compute the gradients that a rank had before they were reduced.
-
-    Raises:
-        ValueError: The backward of an output was not kept.
-        Exception: What the module raises.
-    """
-    restore(capsule, torch)
-    for each in capsule.forwards:
-        outputs = list(tensors_of(forward(capsule, each, torch), torch))
-        used = {at: each.gradients[at] for at in each.gradients if at < len(outputs)}
-        if used:
-            torch.autograd.backward(
-                [outputs[at] for at in used],
-                [used[at].to(outputs[at].dtype) for at in used],
-            )
-    return {
-        name: each.grad.double()
-        for name, each in capsule.module.named_parameters()
-        if each.grad is not None
-    }
 
 
 def compare(directory: str) -> Comparison:
@@ -147,25 +93,24 @@ def compare(directory: str) -> Comparison:
     mean: dict[str, Any] = {}
     whole: dict[str, Any] = {}
     reduced: list[dict[str, Any]] = []
+    steps: list[tuple[Capsule, Outputs, dict[str, Any]]] = []
     coarse = False
     for path in paths:
         try:
             capsule = load(path, torch)
-            local = local_gradients(capsule, torch)
+            outputs: Outputs = {}
+            local = local_gradients(capsule, torch, returned=outputs)
         except Exception as error:
             # The model is the job's code.
             result.why_not = f"{os.path.basename(path)}: {type(error).__name__}: {error}"[:300]
             return result
         if capsule.carried:
             result.remarks.append(f"rank {capsule.rank} had gradients before the step")
+        steps.append((capsule, outputs, local))
         result.step, result.world_size = capsule.step, capsule.world_size
         result.forwards = max(result.forwards, len(capsule.forwards))
         result.ranks += 1
-        coarse |= any(
-            str(gradient.dtype).removeprefix("torch.") in _COARSE
-            for each in capsule.forwards
-            for gradient in each.gradients.values()
-        )
+        coarse |= is_coarse(capsule)
         reduced.append({name: each.double() for name, each in capsule.reduced.items()})
         result.used = _one_factor(capsule.used, capsule.reduced)
         result.rows.append(_rows(capsule))
@@ -179,12 +124,65 @@ def compare(directory: str) -> Comparison:
     elif not any(reduced):
         result.why_not = "no backward was seen in the step"
     else:
-        _judge(result, mean, reduced, COARSE_TOLERANCE if coarse else TOLERANCE)
+        _judge(result, mean, reduced, tolerance_of(coarse))
+        if result.different:
+            _leave_out_rounding(result, steps, mean, reduced[0], torch)
         total, square = sum(result.rows), sum(float((each**2).sum()) for each in mean.values())
         if min(result.rows) and square:
             apart = sum(float(((each / total - mean[n]) ** 2).sum()) for n, each in whole.items())
-            result.whole = float((apart / square) ** 0.5)
+            result.whole, result.whole_by = float((apart / square) ** 0.5), "predictions"
+        _judge_whole(result, steps, mean, tolerance_of(coarse), torch)
     return result
+
+
+def _judge_whole(
+    result: Comparison, steps: Steps, mean: dict[str, Any], tolerance: float, torch: Any
+) -> None:
+    """Compare the average to the gradient of the loss, or the model, with all ranks' batches."""
+    numbers: list[int | float] = []
+    try:
+        try:
+            whole, numbers = gradient_by_loss(steps, tolerance, torch)
+            result.whole_by = "loss"
+        except NumberReturnedError:
+            whole, numbers = gradient_by_inputs(steps, torch)
+            result.whole_by = "inputs"
+    except Exception as error:
+        # The model is the job's code.
+        known = isinstance(error, NotFollowedError)
+        result.whole_why = str(error) if known else f"{type(error).__name__}: {error}"[:300]
+        return
+    # A loss that multiplies by the number of ranks, since DDP divides by it, would not with one.
+    shares = [1, result.world_size] if result.world_size in numbers else [1]
+    apart = {
+        share: (_one_factor(whole, mean, tolerance), _distance(whole, mean, share))
+        for share in shares
+    }
+    share = min(apart, key=lambda each: apart[each][1])
+    factor, result.whole = apart[share]
+    if factor is not None:
+        result.whole_scale, result.whole = factor / share, 0.0
+
+
+def _distance(these: dict[str, Any], those: dict[str, Any], share: float) -> float:
+    """Return the relative difference of gradients, the first of them divided by a number."""
+    square = sum(float(each.square().sum()) for each in those.values())
+    apart = sum(float((e - these.get(n, 0) / share).square().sum()) for n, e in those.items())
+    return float((apart / square) ** 0.5) if square else 0.0
+
+
+def is_coarse(capsule: Capsule) -> bool:
+    """Return whether gradients of outputs have half precision."""
+    return any(
+        str(gradient.dtype).removeprefix("torch.") in _COARSE
+        for each in capsule.forwards
+        for gradient in each.gradients.values()
+    )
+
+
+def tolerance_of(coarse: bool) -> float:
+    """Return the relative difference of gradients that are equal within rounding."""
+    return COARSE_TOLERANCE if coarse else TOLERANCE
 
 
 def _rows(capsule: Capsule) -> int:
@@ -217,6 +215,28 @@ def _judge(
             result.different.append(Difference(name, length / size, cosine))
     if len(result.different) == result.parameters:
         result.scale = _one_factor(first, mean, tolerance)
+
+
+def _leave_out_rounding(
+    result: Comparison, steps: Steps, mean: dict[str, Any], reduced: dict[str, Any], torch: Any
+) -> None:
+    """Leave out parameters whose gradient changes as much if weights change by their last bits.
+
+    BatchNorm over a few values, for example, amplifies rounding a thousandfold.
+    """
+    nudged: dict[str, Any] = {}
+    for capsule, _, _ in steps:
+        for name, each in local_gradients(capsule, torch, nudge=NUDGE).items():
+            nudged[name] = nudged.get(name, 0) + each / capsule.world_size
+    kept = [
+        each
+        for each in result.different
+        if float((reduced[each.name] - mean[each.name]).norm())
+        > AMPLIFIED * float((nudged[each.name] - mean[each.name]).norm())
+    ]
+    if len(kept) < len(result.different):
+        result.remarks.append("rounding alone changes gradients of other parameters as much")
+        result.different, result.scale = kept, None
 
 
 def _one_factor(

@@ -1,4 +1,4 @@
-"""Arguments of torch that `ddpdoctor scale` overrides in an unedited job.
+"""What `ddpdoctor scale` and `parity` override in an unedited job: arguments of torch, and seeds.
 
 The environment of the job names them, and the probe applies them if the script gives other values.
 Standard library only, since ranks load this.
@@ -12,7 +12,7 @@ from typing import NamedTuple
 VARIABLE = "DDPDOCTOR_OVERRIDES"
 """Environment variable with the overrides: ``bucket_cap_mb=25 num_workers=4``."""
 
-DDP, LOADER = "DistributedDataParallel", "DataLoader"
+DDP, LOADER, SEED = "DistributedDataParallel", "DataLoader", "seed"
 
 Value = bool | int | float | str
 
@@ -70,9 +70,11 @@ KNOWN: dict[str, Override] = {
     "num_workers": Override(LOADER, _count(0), "a number, 0 or more"),
     "pin_memory": Override(LOADER, _switch, _SWITCH),
     "batch_size": Override(LOADER, _count(1), "a number of samples, 1 or more"),
+    "seed": Override(SEED, _count(0), "a number, 0 or more"),
 }
 """By name. ``comm_hook`` registers a hook of torch, ``accumulation`` all-reduces only every n-th
-backward, ``ddp`` replaces the class. All others are arguments of the constructor."""
+backward, ``ddp`` replaces the class, ``seed`` moves the seeds that the job
+sets. All others are arguments of the constructor."""
 
 
 def parse(text: str) -> dict[str, Value]:

@@ -39,6 +39,8 @@ def test_the_same_training(doctor: Doctor) -> None:
     for each in document["sizes"]:
         assert each["gradient"]["why_not"] == "" and each["gradient"]["different"] == []
         assert each["gradient"]["parameters"] == 3
+        assert (each["gradient"]["whole_by"], each["gradient"]["whole"]) == ("loss", 0.0)
+        assert each["gradient"]["whole_scale"] == pytest.approx(1.0, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -53,6 +55,50 @@ def test_what_differs_is_named(doctor: Doctor, word: str, code: str) -> None:
     assert gradient["scale"] == (pytest.approx(2.0, rel=0.01) if word == "hook" else None)
     if word == "own":
         assert gradient["whole"] > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [("dropped", {"DDP349"}), ("hand", {"DDP349"}), ("shard", {"DDP106"}), ("all", set())],
+)
+def test_evaluations(doctor: Doctor, word: str, expected: set[str]) -> None:
+    document, _ = compared(doctor, "--nproc", "1,2", "--", str(JOBS / "parity_evaluation.py"), word)
+    assert codes(document) == expected
+
+
+LOSSES = {
+    **dict.fromkeys(("module", "smoothed", "two", "custom", "sizes"), ("loss", 1.0, "")),
+    "returned": ("inputs", 1.0, ""),
+    "sum": ("loss", 2.0, ""),
+    "numbers": ("predictions", 1.0, "other numbers"),
+    "noise": ("predictions", 1.0, "another gradient"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("word", LOSSES)
+def test_losses(doctor: Doctor, word: str) -> None:
+    document, _ = compared(
+        doctor, "--nproc", "1,2", "--steps", "9", "--", str(JOBS / "parity_losses.py"), word
+    )
+    by, scale, why = LOSSES[word]
+    gradient = document["sizes"][1]["gradient"]
+    assert (gradient["why_not"], gradient["different"]) == ("", [])
+    assert gradient["whole_by"] == by and why in gradient["whole_why"], gradient
+    if not why:
+        assert gradient["whole_why"] == "" and gradient["whole"] == 0.0
+        assert gradient["whole_scale"] == pytest.approx(scale, rel=1e-3)
+    assert not codes(document)
+
+
+@pytest.mark.slow
+def test_seeds_are_a_band(doctor: Doctor) -> None:
+    document, _ = compared(doctor, "--nproc", "1,2", "--seeds", "2", "--", JOB, "whole")
+    band = document["curves"]["band"]
+    assert band["seeds"] == 2 and band["low"] != band["high"]
+    assert document["remarks"][0].startswith("the loss of 2 ranks after")
+    assert len(document["sizes"]) == 2
 
 
 @pytest.mark.slow

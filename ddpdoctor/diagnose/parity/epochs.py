@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
+from ddpdoctor.core.syntax import last_name
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.data.draws import Pass, other_data, passes_of
-from ddpdoctor.diagnose.source_files import last_name, nodes_of, source_of
+from ddpdoctor.diagnose.source_files import nodes_of, source_of
 from ddpdoctor.diagnose.source_operations import callers
 from ddpdoctor.run.records.training import PassRecord, TrainedRecord
 from ddpdoctor.run.snapshot import Rank, Run

@@ -1,4 +1,4 @@
-"""Override arguments of the job. Used only if `ddpdoctor scale` tries other values.
+"""Override arguments and seeds of the job. Used only if `ddpdoctor scale` or `parity` asks for it.
 
 This hook alone changes what a job does. Without the environment variable it installs nothing. Each
 override is recorded with the line of the script. An override that fails is recorded as a fault, and
@@ -19,7 +19,7 @@ from typing import Any
 from ddpdoctor.probe.runtime import rank, shield
 from ddpdoctor.probe.runtime.phases import CudaClock
 from ddpdoctor.probe.runtime.sites import caller
-from ddpdoctor.run.overrides import DDP, KNOWN, LOADER, VARIABLE, Value, parse
+from ddpdoctor.run.overrides import DDP, KNOWN, LOADER, SEED, VARIABLE, Value, parse
 from ddpdoctor.run.records.process import OverrideRecord
 from ddpdoctor.run.status import Phase
 
@@ -66,6 +66,67 @@ def install_loader(module: ModuleType) -> None:
     wanted = _wanted(LOADER)
     if wanted:
         _override(module.DataLoader, wanted)
+
+
+SEEDED = {
+    "random": ("seed",),
+    "numpy.random": ("seed",),
+    "torch.random": ("manual_seed",),
+    "torch.cuda.random": ("manual_seed", "manual_seed_all"),
+}
+"""Functions that seed a generator which all libraries share, by module."""
+
+_STRIDE = 1_000_003  # Larger than what a job adds to its seed, such as the rank or the epoch
+
+
+def install_seed(module: ModuleType) -> None:
+    """Move the seeds that the job gives to the shared generators of a module."""
+    for name in SEEDED[module.__name__] if _shift() else ():
+        _move_seed(module, name, _shift())
+
+
+def install_first_seed(torch: ModuleType) -> None:
+    """Seed torch's own generators, which begin with the same numbers in each process."""
+    if _shift():
+        torch.manual_seed(torch.initial_seed())
+
+
+def install_sampler_seed(module: ModuleType) -> None:
+    """Move the seeds of ``DistributedSampler``, which are the same on all ranks."""
+    shift = _shift()
+    if not shift:
+        return
+    build = module.DistributedSampler.__init__
+
+    @functools.wraps(build)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        self.seed += shift
+
+    module.DistributedSampler.__init__ = __init__
+
+
+def _shift() -> int:
+    return _STRIDE * int(_wanted(SEED).get("seed", 0))
+
+
+def _move_seed(module: ModuleType, name: str, shift: int) -> None:
+    original = getattr(module, name)
+
+    def moved(value: Any) -> Any:
+        if not hasattr(value, "__index__"):
+            return value
+        # numpy takes 32 bits.
+        return (int(value) + shift) % (1 << 32 if value < 1 << 32 else 1 << 63)
+
+    @functools.wraps(original)
+    def seed(*args: Any, **kwargs: Any) -> Any:
+        given = {
+            key: moved(value) if key in ("seed", "a") else value for key, value in kwargs.items()
+        }
+        return original(*map(moved, args[:1]), *args[1:], **given)
+
+    setattr(module, name, seed)
 
 
 def _note(owner: type, name: str, value: object) -> None:

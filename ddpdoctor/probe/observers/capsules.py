@@ -12,12 +12,13 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ddpdoctor.probe.observers.loss_calls import LossFollower
 from ddpdoctor.probe.runtime import rank
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.shield import shielded
 from ddpdoctor.probe.runtime.sites import caller
-from ddpdoctor.run.capsule import Capsule, Forward, Source, tensors_of, write
+from ddpdoctor.run.capsule import Capsule, Forward, Source, plain_name, tensors_of, write
 from ddpdoctor.run.names import CAPSULE, capsule_file
 from ddpdoctor.run.records.training import CapsuleRecord
 
@@ -50,6 +51,7 @@ class Capsules(Observer):
         self._reduced: dict[str, Any] = {}
         self._used: dict[str, Any] = {}
         self._carried = False
+        self._follower: LossFollower | None = None
 
     def ddp_built(self, ddp: Any) -> None:
         """Follow the forwards of the first module."""
@@ -59,6 +61,7 @@ class Capsules(Observer):
             ddp.register_forward_hook(self._ended, with_kwargs=True)
 
     def _begins(self, ddp: Any, args: Any, kwargs: Any) -> None:
+        self._pause()
         self._keep(ddp.module, args, kwargs)
 
     def _ended(self, ddp: Any, args: Any, kwargs: Any, output: Any) -> None:
@@ -78,6 +81,7 @@ class Capsules(Observer):
         if step != self._step:
             self._step, self._forwards = step, []
             self._weights, self._reduced, self._used = {}, {}, {}
+            self._follower = None if self._number is None else LossFollower(_copied)
         if len(self._forwards) >= MAX_FORWARDS:
             return
         every = self._number is None
@@ -98,6 +102,18 @@ class Capsules(Observer):
         for place, each in enumerate(tensors_of(output, torch)):
             if each.requires_grad:
                 each.register_hook(lambda gradient, at=place: kept.update({at: _copied(gradient)}))
+        if self._follower is not None:
+            self._follower.begin(len(self._forwards) - 1, output)
+
+    @shielded
+    def _pause(self) -> None:
+        if self._follower is not None:
+            self._follower.end()
+
+    def graph_begins(self, loss: Any) -> None:
+        """Note the loss."""
+        if self._follower is not None and self._wanted and self._forwards:
+            self._follower.loss(loss)
 
     def backward_begins(self) -> None:
         """Note gradients that are there before the first backward of the step."""
@@ -110,6 +126,7 @@ class Capsules(Observer):
 
     def step_begins(self, optimizer: Any) -> None:
         """Keep the gradients as the optimizer gets them."""
+        self._pause()
         self._used = self._gradients() or self._used
 
     def _gradients(self) -> dict[str, Any]:
@@ -117,12 +134,15 @@ class Capsules(Observer):
         ddp = self._ddp() if self._ddp is not None else None
         if ddp is None or self._number is None or not self._wanted or not self._forwards:
             return {}
-        named = ddp.module.named_parameters()
+        named = _named(ddp.module)
         return {name: _copied(each.grad) for name, each in named if each.grad is not None}
 
     def step_ended(self, optimizer: Any, number: int) -> None:
         """Write the step that is to be kept."""
         if self._forwards and self._number == self._step:
+            self._pause()
+            if self._follower is not None:
+                self._follower.finished = True
             self._write("")
             self._forwards = []
 
@@ -155,6 +175,7 @@ class Capsules(Observer):
             reduced=self._reduced,
             used=self._used,
             carried=self._carried,
+            loss_calls=self._follower.calls if self._follower is not None else None,
             error=error,
         )
         size, why = 0, ""
@@ -174,8 +195,8 @@ class Capsules(Observer):
 
 
 def _named(module: Any) -> Iterator[tuple[str, Any]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
+    for named in (module.named_parameters(), module.named_buffers()):
+        yield from ((plain_name(name), each) for name, each in named)
 
 
 def _generators() -> dict[str, Any]:

@@ -10,6 +10,7 @@ import contextlib
 import gc
 import itertools
 import math
+import os
 import sys
 import weakref
 from collections.abc import Iterable
@@ -23,7 +24,9 @@ from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.shield import shielded
 from ddpdoctor.probe.runtime.sites import NOWHERE, Site, caller
+from ddpdoctor.run import overrides
 from ddpdoctor.run.capsule import row_sizes, tensors_of
+from ddpdoctor.run.records.process import OverrideRecord
 from ddpdoctor.run.records.training import CourseRecord, TrainedModelRecord, TrainedRecord
 
 MAX_TRAINED = 4096  # steps that are recorded
@@ -152,6 +155,10 @@ class Trained(Observer):
         self._clipped = False
         self._masks: list[int] = []
         self._measured: tuple[float | None, float | None, float | None, float | None] | None = None
+        for each in os.environ.get(overrides.VARIABLE, "").split():
+            name, _, value = each.partition("=")
+            if name == overrides.SEED:
+                state.add(OverrideRecord(owner=overrides.SEED, name=name, value=value), 1)
 
     def ddp_built(self, ddp: Any) -> None:
         """Follow its forwards. Hooks on its module would be pickled with that."""

@@ -461,6 +461,18 @@ def current_stream(cuda: Any, device: Any) -> Callable[[], Any]:
     return current
 
 
+# -- functions
+
+
+def function_mode(torch: Any) -> Any:
+    """Return the innermost active ``TorchFunctionMode`` (2.1 to 2.15), or None.
+
+    Raises:
+        AttributeError: This torch has no such function. Then the calls of a loss are not followed.
+    """
+    return torch.overrides._get_current_function_mode()
+
+
 # -- Dynamo
 
 

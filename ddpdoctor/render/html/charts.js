@@ -23,6 +23,7 @@ function axis(format, label, size) {
 function chart(title, hint, x, make, options = {}) {
   const holder = el("div", { class: "chart" }, el("h3", {}, title, el("span", {}, hint ? " \u2013 " + hint : "")));
   const made = { holder, plot: null, shared: x === "steps", draw };
+  const name = { steps: "step", samples: "samples", time: "time" }[x];
   charts.push(made);
   function draw() {
     const scroll = holder.offsetHeight;
@@ -35,8 +36,8 @@ function chart(title, hint, x, make, options = {}) {
       width: Math.max(280, holder.clientWidth), height: options.height || 200,
       cursor: { drag: { x: true, y: false, setScale: true }, sync: made.shared ? { key: "steps" } : undefined, points: { size: 6 } },
       scales: { x: { time: false }, y: { range: options.range || ((_, low, high) => [options.floor ?? Math.min(0, low), high > low ? high * 1.06 : (high || 0) + 1e-9]) } },
-      axes: [{ ...axis(made.shared ? null : clock, "", 30), incrs: WHOLE }, axis(options.format || duration)],
-      series: [{ label: made.shared ? "step" : "time", value: (_, at) => (at === null ? "-" : made.shared ? at.toLocaleString("en") : clock(at)) }, ...series],
+      axes: [{ ...axis(x === "time" ? clock : null, "", 30), incrs: WHOLE }, axis(options.format || duration)],
+      series: [{ label: name, value: (_, at) => (at === null ? "-" : x === "time" ? clock(at) : at.toLocaleString("en")) }, ...series],
       bands, legend: { live: true }, hooks: {},
     };
     if (made.shared) {

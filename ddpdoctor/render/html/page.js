@@ -45,6 +45,32 @@ function padded(low, high) {
   return [low - room, high + room];
 }
 
+/* The losses of several sizes over samples, before what seeds of the smallest size give. */
+function curvesSection(report) {
+  if (!report.curves) return null;
+  const { samples, losses, band } = report.curves;
+  const format = (value) => value.toPrecision(4);
+  const drawn = chart("Loss", "mean of all ranks in each window", "samples", () => {
+    const edges = band ? [band.high, band.low] : [];
+    const made = lines(losses.map(([name]) => name), losses.map(([, values]) => values), samples, losses.map((_, place) => place), format);
+    edges.forEach((edge, place) => {
+      made.data.push(edge);
+      made.series.push({ label: `${band.name}, ${place ? "least" : "most"}`, stroke: variable("quiet"), width: 1, spanGaps: true, points: { show: false }, value: (_, each) => (each === null ? "-" : format(each)) });
+    });
+    const last = made.series.length;
+    if (band) made.bands = [{ series: [last - 1, last], fill: variable("grid") }];
+    return made;
+  }, { format, height: 320, range: (_, low, high) => padded(low, high) });
+  return section("curves", "Losses over samples", "", drawn);
+}
+
+function tableSection(report) {
+  if (!report.table) return null;
+  const [head, ...rows] = report.table;
+  const cells = (tag, row) => el("tr", {}, row.map((text, place) => el(place ? tag : "th", { class: place ? "" : "text" }, text)));
+  return section("table", "Sizes", "", el("div", { class: "scroll" }, el("table", { class: "ranks" }, el("thead", {}, cells("th", head)), el("tbody", {}, rows.map((row) => cells("td", row))))));
+}
+
 function machineSection(report) {
   const { times, ranks, gpus, curves } = report.vitals;
   if (times.length < 2) return null;
@@ -113,10 +139,10 @@ function paper() {
 function start() {
   const report = JSON.parse(document.getElementById("content").textContent);
   const series = report.series.ranks.length ? new Series(report.series) : null;
-  const parts = [findings(report), rankSection(report, series), stepsSection(report, series), trainingSection(series),
+  const parts = [tableSection(report), curvesSection(report), findings(report), rankSection(report, series), stepsSection(report, series), trainingSection(series),
     machineSection(report), stacksSection(report), environmentSection(report), gapsSection(report)].filter(Boolean);
   const links = parts.map((part) => el("a", { href: `#${part.id}` }, part.id === "gaps" ? "Not measured" : part.querySelector("h2").textContent.split(" ")[0]));
-  const bar = el("div", { class: "bar" }, el("span", { class: "name" }, "ddpdoctor report"), el("nav", {}, links),
+  const bar = el("div", { class: "bar" }, el("span", { class: "name" }, `ddpdoctor ${report.command || "report"}`), el("nav", {}, links),
     el("button", { onclick: () => setTheme(isDark() ? "light" : "dark") }, "Light / dark"));
   document.getElementById("report").append(bar, ...verdict(report), ...parts, el("footer", {}, `Made by ${report.made}.`));
   view.on((news) => "rank" in news && charts.forEach((each) => each.plot && each.shared && each.draw()));

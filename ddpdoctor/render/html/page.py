@@ -78,7 +78,7 @@ def report_content(
             *(["the run is live; these are the findings so far"] if live else []),
             reporter.findings_count(findings),
         ],
-        "findings": [_finding(each, written) for each in findings],
+        "findings": [finding_content(each, written) for each in findings],
         "ranks": rank_rows(run, run.last, findings, steps),
         "series": _series(steps, started),
         "vitals": vitals.vitals_curves(run.path, run.restarts[-1], started),
@@ -88,7 +88,7 @@ def report_content(
         "stacks": stack_tree(run),
         "environment": environment(run),
         "gaps": list(measurement_gaps(run, steps)),
-        "made": f"ddpdoctor {__version__}, {_date_and_time(time.time_ns())}",
+        "made": f"ddpdoctor {__version__}, {date_and_time(time.time_ns())}",
     }
 
 
@@ -107,7 +107,8 @@ def _verdict(run: Run, findings: Sequence[Finding], live: bool) -> dict[str, str
     return {"level": level, "text": f"No cause was found: {how}."}
 
 
-def _finding(finding: Finding, written: float) -> dict[str, Any]:
+def finding_content(finding: Finding, written: float) -> dict[str, Any]:
+    """Return a finding. ``written`` is the time after which source lines may have changed."""
     at = finding.location
     return {
         "code": finding.code,
@@ -379,7 +380,7 @@ def environment(run: Run) -> list[list[str]]:
         ("directory", str(manifest.get("cwd", ""))),
         ("script", reporter.job_script(run) if words else ""),
         ("commit", kept.commit if kept is not None else ""),
-        ("started", _date_and_time(integer(manifest, "started"))),
+        ("started", date_and_time(integer(manifest, "started"))),
         ("host", ", ".join(hosts) or str(manifest.get("host", ""))),
         ("backend", opened.backend if opened is not None else ""),
         ("launcher", str(manifest.get("launcher", ""))),
@@ -391,7 +392,8 @@ def environment(run: Run) -> list[list[str]]:
     return [[name, text] for name, text in found if text]
 
 
-def _date_and_time(nanoseconds: int) -> str:
+def date_and_time(nanoseconds: int) -> str:
+    """Return a local time as text. Empty for 0."""
     if not nanoseconds:
         return ""
     return time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(nanoseconds / 1e9))

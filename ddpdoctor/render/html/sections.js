@@ -147,6 +147,7 @@ function environmentSection(report) {
 }
 
 function gapsSection(report) {
+  if (!report.gaps) return null;
   const said = report.gaps.length ? el("ul", { class: "gaps" }, report.gaps.map((line) => el("li", {}, line)))
     : el("p", {}, "Everything that ddpdoctor measures was measured.");
   return section("gaps", "What was not measured", "", said);

@@ -54,12 +54,12 @@ class StoreRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverrideRecord(PlacedRecord):
-    """ddpdoctor overrode an argument of the job for `ddpdoctor scale`."""
+    """ddpdoctor overrode an argument or a seed of the job for `ddpdoctor scale` or `parity`."""
 
     kind = "override"
     kept = 64
 
-    owner: str  # The class: ``DistributedDataParallel``
+    owner: str  # The class, such as ``DistributedDataParallel``, or ``seed``
     name: str
     value: str
 
