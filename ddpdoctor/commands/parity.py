@@ -69,7 +69,7 @@ Options:
   --steps N         End each run after N optimizer steps [default: 100].
   --seeds N         Run the smallest size N times, with other seeds each, and say
                     whether a loss of more ranks is beyond their differences.
-  --curves          Draw the losses over samples seen; else only if it differs.
+  --curves          Draw the losses over samples seen, also if they are the same.
   --html FILE       Write table, losses and findings as a page.
   --replay          Keep step 5 of each rank, compute it again in one process,
                     and compare the average of the ranks' gradients with DDP's.
@@ -107,7 +107,7 @@ class Compared(NamedTuple):
 
 
 class _Enough(Exception):
-    """The run has made as many steps as are needed."""
+    """The run has made enough steps."""
 
 
 def main(words: Sequence[str]) -> int:

@@ -274,7 +274,7 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 def _detected(
     run: Any, rules: Mapping[str, Rule], failed: Callable[[Rule, Exception], None] | None
 ) -> list[Finding]:
-    """Return the findings of some rules, by code. A function that serves several runs once."""
+    """Return the findings of some rules. A function that several rules share is called once."""
     detects = [detect for each in rules.values() for detect in (each.detect, each.beside)]
     found: list[Finding] = []
     beside: list[Finding] = []

@@ -85,7 +85,7 @@ _INSTALL: tuple[tuple[str, Callable[[ModuleType], None]], ...] = (
     ("torch", overrides.install_first_seed),
     ("torch.autograd", training.install_backward),
     ("torch.distributed.pipelining.stage", ddp.install_stage_forwards),
-    # The first is that of torch 2.6 and later, the second that of 2.4 and 2.5.
+    # The first path is for torch 2.6 and later, the second for 2.4 and 2.5.
     ("torch.distributed.fsdp._fully_shard._fully_shard", ddp.install_sharded),
     ("torch.distributed._composable.fsdp.fully_shard", ddp.install_sharded),
     ("torch.distributed.checkpoint.state_dict", training.install_state_dict),
@@ -230,7 +230,7 @@ def open_rank(torch: Any, restart: int, *, joined: Location | None = None) -> Ra
         recorder.each_second.append(state.ledger.look)
     except OSError as error:
         shield.fault("ring", error)
-    # The supervisor may be of another version that sends no requests.
+    # A supervisor of another version may send no requests.
     with contextlib.suppress(OSError, ValueError):
         flight = Flight(run_directory(), stem + ".flight.json", ring, tracker)
         recorder.each_round.append(flight.look)
@@ -245,7 +245,7 @@ def start_recording(state: RankState) -> None:
 
 @shield.shielded
 def note_store(torch: Any, recorder: Recorder, world_size: int) -> None:
-    """Record the store at which ranks of other nodes meet, if there may be any."""
+    """Record the store at which the ranks meet, if the job may have several nodes."""
     local = environment_int("LOCAL_WORLD_SIZE") or 0
     place = torch_groups.store_place(torch.distributed.distributed_c10d)
     if place is None or local == world_size or world_size == 1:
@@ -297,7 +297,7 @@ def observe(state: RankState) -> None:
         from ddpdoctor.probe.observers import capsules
 
         subscribe(capsules.Capsules(state))
-    # It comes after the observers that it paces.
+    # Last, after the observers that it paces.
     subscribe(pacing)
 
 
@@ -309,7 +309,7 @@ def observe_speed(state: RankState) -> None:
         state.recorder.each_round.append(profiles.look)
     memory = Memory(state)
     subscribe(memory)
-    # Shapes of batches explain the memory of a GPU alone. It wakes once it sees one.
+    # Batch shapes explain only GPU memory. The observer wakes once it sees a GPU.
     memory.rest("batch_fetched")
     state.recorder.each_second.append(memory.write)
 

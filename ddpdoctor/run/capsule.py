@@ -96,7 +96,7 @@ class Capsule:
 
 
 class Source(NamedTuple):
-    """Where the classes of a capsule are declared."""
+    """The places where the classes of a capsule are declared."""
 
     script: str  # The path of ``__main__``
     path: list[str]  # ``sys.path`` of the rank
@@ -123,7 +123,7 @@ def tensors_of(value: Any, torch: Any) -> Iterator[Any]:
 def row_sizes(gradient: Any) -> Any:
     """Return the sum of the absolute gradients of each prediction: of a sample, token or pixel.
 
-    The classes are the last dimension, or the second of pictures.
+    The classes are the last dimension, or the second one for images.
     """
     if gradient.dim() == 1:
         return gradient.abs()
@@ -149,7 +149,7 @@ class _Pickler(pickle.Pickler):
         self.tensors: list[StoredTensor] = []
 
     def persistent_id(self, value: Any) -> Any:
-        """Store tensors apart. A process group cannot be stored."""
+        """Store tensors separately. A process group cannot be stored."""
         if isinstance(value, self._torch.Tensor):
             place = self._places.get(id(value))
             if place is None:
@@ -322,7 +322,7 @@ def read(
     tensors = [_tensor(each, torch) for each in stored]
     capsule = _Unpickler(body, tensors, finder(Source(*source)), torch, trusted).load()
     if not isinstance(capsule, Capsule):
-        raise ValueError("no capsule")
+        raise ValueError("not a capsule")
     return capsule
 
 

@@ -31,7 +31,7 @@ CONTROL = "control"  # The supervisor's socket for its ranks
 
 
 def debug_socket(index: int) -> str:
-    """Return the name of the socket beside the debug port with this index."""
+    """Return the name of the socket that belongs to the debug port with this index."""
     return f"debug-{index}.sock"
 
 
@@ -47,7 +47,7 @@ def of_node(name: str, node: int) -> str:
 
 
 def stacks_stem(pid: int, start: int) -> str:
-    """Return the name of that file without its suffix.
+    """Return the name of a process's stacks file without its suffix.
 
     The pid and the start, in the kernel's ticks, identify a process of this boot.
     """
@@ -83,7 +83,7 @@ BUDGET = "DDPDOCTOR_OVERHEAD_BUDGET"
 """Percent of the step time that diagnosis may take. 0 disables costly parts."""
 
 TRAINED = "DDPDOCTOR_TRAINED"
-"""Set if ranks record what each step trains with (`..records.training.TrainedRecord`)."""
+"""Set if ranks record the data and settings of each step (`..records.training.TrainedRecord`)."""
 
 CAPSULE = "DDPDOCTOR_CAPSULE"
 """The number of the step that ranks keep, or `FAILURE` for the one that fails."""

@@ -94,7 +94,7 @@ def _bases() -> list[Path]:
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether it is a directory of this user, and not a link."""
+    """Return whether a path is a directory of this user, and not a link."""
     try:
         facts = path.lstat()
     except OSError:
@@ -178,7 +178,7 @@ def _not_empty(name: str) -> DoctorError:
 
 
 def discard(path: Path) -> None:
-    """Remove the directory of a run that could not start, unless other runs are in it."""
+    """Remove the directory of a run that could not start, unless live runs are in it."""
     if not any(map(is_live, path.iterdir())):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -207,7 +207,7 @@ def create_series(chosen: str | None) -> Path:
 def publish(path: Path) -> None:
     """Make a run that has started findable, and remove the oldest runs.
 
-    ``latest`` points to it. A directory that a person chose gets a link beside the other runs.
+    ``latest`` points to it. A directory that a person chose gets a link next to the other runs.
 
     Raises:
         OSError: The disk refuses it.
@@ -258,7 +258,7 @@ def some_live() -> list[Path]:
 def newest_first(folder: str | None = None) -> list[Path]:
     """Return this user's runs, or those of a folder (:func:`belongs`), the newest first.
 
-    Links stand for directories that were chosen.
+    Links refer to directories that were chosen.
 
     Raises:
         DoctorError: The base directory belongs to another user.
@@ -297,7 +297,7 @@ def _real(name: object) -> Path | None:
 
 
 def _entries(base: Path) -> Iterator[Path]:
-    """Return this user's runs in the base directory, and links to those elsewhere."""
+    """Yield this user's runs in the base directory, and links to those elsewhere."""
     for entry in base.iterdir():
         with contextlib.suppress(OSError):
             if stranger(entry) is None and entry.name != LATEST and (entry / MANIFEST).exists():
@@ -323,7 +323,7 @@ def put(path: Path, content: bytes) -> None:
 
 
 def is_live(path: Path) -> bool:
-    """Return whether it is a live run of this user: its supervisor holds the :class:`Lock`."""
+    """Return whether a path is a live run of this user: its supervisor holds the :class:`Lock`."""
     try:
         with opening.file(path / LOCK, owners=(os.getuid(),)) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -399,7 +399,7 @@ def unreadable(path: Path) -> DoctorError:
 
 
 def places(name: str) -> Iterator[Path]:
-    """Return possible directories of a named run: a path, or a run id among this user's runs.
+    """Yield possible directories of a named run: a path, or a run id among this user's runs.
 
     ``latest`` is not taken as a path, since anyone may have created it in the working directory.
 

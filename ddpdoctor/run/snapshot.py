@@ -84,7 +84,7 @@ class Rank:
     exit: RankExitRecord | None = None  # How the process ended, if the supervisor saw it
     fault: str = ""  # The output of ``faulthandler`` on a fatal signal
     max_steps: int = MAX_EXPANDED  # Maximum number of steps that the lines are expanded to
-    partial: bool = False  # Part of the journal was not read because it is too large
+    partial: bool = False  # Whether part of the journal was not read because it is too large
     ring_file: Path | None = None
     """The file with the collectives called from Python. :attr:`ring` reads it."""
 
@@ -118,7 +118,7 @@ class Rank:
         return next(iter(self.sites(phase)), None)
 
     def ddp(self, number: int) -> DdpRecord | None:
-        """Return the record of a DDP module. Modules are numbered as they were built."""
+        """Return the record of a DDP module. Modules are numbered in the order of construction."""
         built = self.records.of(DdpRecord)
         return built[number] if 0 <= number < len(built) else None
 
@@ -130,7 +130,7 @@ class Rank:
 
     @property
     def lost(self) -> bool:
-        """Whether records are missing, so that unrecorded things may have happened.
+        """Whether records are missing, so that unrecorded events may have happened.
 
         The queue was full, the disk refused the journal, a hook failed and was disabled, or there
         is too much to read.
@@ -157,12 +157,12 @@ class Rank:
 
     @property
     def ended(self) -> EndRecord | None:
-        """The record of the regular end of the interpreter, if any."""
+        """The record of the interpreter's normal end, if any."""
         return self.records.first(EndRecord)
 
 
 def _steps(lines: Sequence[bytes], most: int) -> tuple[StepRecord, ...]:
-    """Parse the newest steps. A line that stands for several steps is expanded."""
+    """Parse the newest steps. Expand lines that cover several steps."""
     found: list[StepRecord] = []
     most = max(len(lines), most)
     for line in reversed(lines):
@@ -219,7 +219,7 @@ class Run:
     taken: int = 0  # Time of the snapshot in Unix nanoseconds
     stderr: str = ""  # The last MiB of the job's stderr, or the last 64 KiB while the job runs
     stderr_elsewhere: str = ""  # The ends of the job's stderr on other nodes, with other pids
-    unreadable: tuple[str, ...] = ()  # Remarks about what could not be read
+    unreadable: tuple[str, ...] = ()  # Remarks about files that could not be read
 
     @property
     def id(self) -> str:
@@ -228,7 +228,7 @@ class Run:
 
     @property
     def started_at(self) -> int:
-        """When the run began, in Unix nanoseconds; 0 if that is unknown."""
+        """Start of the run in Unix nanoseconds. 0 if unknown."""
         value = self.manifest.get("started")
         return value if isinstance(value, int) else 0
 
@@ -402,7 +402,7 @@ class Run:
 
     @cached_property
     def _without_core(self) -> dict[tuple[int, int, int], int]:
-        """Nanoseconds without a core, by rank, attempt and begin of the phase."""
+        """Nanoseconds without a core, by rank, attempt and start of the phase."""
         return {
             (each.rank, each.restart, each.since): each.lost
             for each in self.supervisor.of(NoCoreRecord)
@@ -429,7 +429,7 @@ class Run:
             if before is not None and record.state == "port" and before.state != "lost":
                 record = replace(before, port=record.port)
             elif before is not None and record.port is None:
-                # It comes from the rank's node. The port is one of this node.
+                # The record comes from the rank's node. The port is one of this node.
                 record = replace(record, port=before.port)
             if rank is not None:
                 found[rank] = record
@@ -437,7 +437,7 @@ class Run:
 
     @cached_property
     def debugged(self) -> tuple[Span, ...]:
-        """Spans in which a rank was in the debugger or waited for one, until `FOREVER` if it is.
+        """Spans in which a rank was in the debugger or waited for one. Open ones end at `FOREVER`.
 
         Timings of all ranks in these spans say nothing about the job.
         """

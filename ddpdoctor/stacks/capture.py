@@ -1,7 +1,7 @@
 """Capture stacks of processes: by the probe, or by py-spy.
 
-Only a process that declared how (`ddpdoctor.probe.runtime.stacks`) is asked. First, a thread of
-ddpdoctor in that process, in Python. If it does not get the GIL, native code holds it and no Python
+Only a process that declared how (`ddpdoctor.probe.runtime.stacks`) is asked. First we ask a thread
+of ddpdoctor in that process. If it does not get the GIL, native code holds it and no Python
 runs, so ``faulthandler`` is asked by a real-time signal. Such a signal kills a process that does
 not handle it. Therefore everything that the process declared is checked before: that it is still
 the same process, that it handles this signal, and that it will write to our file.
@@ -75,13 +75,13 @@ class Declared(Part):
     file: int  # Descriptor, in the process, of the file at :attr:`path`
     main_thread: int  # Native id of the main thread
     main_ident: int
-    rank: int | None  # The rank of its environment at the start
+    rank: int | None  # The rank in its environment at its start
     host: str
     namespace: str  # Where its pid is valid: a boot and a pid namespace
     cwd: str
     restart: int = 0
     time: int = 0  # Unix nanoseconds of the declaration
-    world_size: int = 0  # As in its environment at the start
+    world_size: int = 0  # The world size in its environment at its start
     store: StoreRecord | None = None  # The address at which torchrun's ranks meet
 
 
@@ -421,7 +421,7 @@ def _send_signal(pid: int, thread: int, number: int) -> None:
 MISSING = "py-spy is not installed (pip install py-spy)"
 FORBIDDEN = "py-spy may not look into the process (ptrace is not permitted)"
 
-SAID = "py-spy says: "  # Begins a note with its own words
+SAID = "py-spy says: "  # Prefix of a note that quotes py-spy
 
 MAX_PROCESSES = 16  # Maximum number of processes that py-spy examines at once
 _KILL_TIMEOUT = 0.3  # Seconds to wait for a killed py-spy, which may be blocked in the kernel

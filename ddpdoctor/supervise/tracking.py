@@ -56,7 +56,7 @@ class Tracking:
 
     @property
     def pid(self) -> int:
-        """The process, which is none of the job."""
+        """The pid of the tracker's process, which is not part of the job."""
         return self._process.pid
 
     def poll(self) -> bool:

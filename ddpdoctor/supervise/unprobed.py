@@ -244,7 +244,7 @@ def maps(process: Listed, library: str) -> bool:
 BETWEEN = 1.5  # Seconds between two looks at the stacks
 MIN_LOOKS = 4
 MAX_WAKES = 3
-"""Maximum number of times that a main thread in one wait wakes up. In a step it does so often."""
+"""Maximum wake-ups of a main thread within one wait. One that trains wakes up more often."""
 
 _CALLS = (
     "torch/distributed/distributed_c10d.py",
@@ -265,8 +265,8 @@ class Look:
         job: The job.
         seconds: How long it was watched.
         run: A run without a directory, whose ranks were examined.
-        moving: The ranks that did something else at each look.
-        since: When ranks that do not move ran last, by rank, if the kernel says so.
+        moving: The ranks that were seen at different places.
+        since: When each rank that does not move last ran, by rank, if the kernel tells.
     """
 
     job: Job
@@ -363,7 +363,7 @@ def look(job: Job, seconds: float) -> Look:
 def _record(job: Job, found: Sequence[RankEvidence], clock: int, *, everybody: bool) -> HangRecord:
     """Make the record of an examination of the evidence that was gathered since a time."""
     if any(each.phase is None for each in found):
-        # Those that do something else have not come so far.
+        # Ranks that do something else have not got that far.
         other = Phase.OTHER.label
         found = [replace(each, phase=None) if each.phase == other else each for each in found]
     pids = [each.pid for each in found if each.backend == "nccl"]
@@ -397,7 +397,7 @@ def _looks(job: Job, seconds: float) -> tuple[list[dict[int, RankStacks]], float
 
 
 def _moves(evidence: RankEvidence, looks: Sequence[RankStacks]) -> bool:
-    """Return whether a rank is elsewhere in different looks, or woke up in what looks as one."""
+    """Return whether a rank moved between looks, or woke up in what looks like a single wait."""
     if len({(_place(each), _where(_main(each))) for each in looks}) > 1:
         return True
     # Other waits may poll, and so do some of NCCL's.
@@ -569,7 +569,7 @@ def remarks(look: Look) -> Iterator[str]:
             f"{MIN_SILENCE:.0f} s and more; --for {MIN_SILENCE + 5:.0f} watches longer"
         )
     else:
-        yield "no verdict: the stacks alone do not tell why"
+        yield "no verdict: the stacks alone do not show the cause"
     yield (
         "from outside, steps and the numbers and groups of collectives are not known; "
         "`ddpdoctor run` records them"

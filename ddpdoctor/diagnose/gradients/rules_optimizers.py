@@ -478,7 +478,7 @@ def _judged(run: Run, record: ScheduleRecord, world: int) -> tuple[str, str] | N
     if shorter is not None and divided is not None:
         return (
             f"{record.scheduler} is made for {shorter} steps, and training took {steps + 1}: "
-            f"{divided} divides by the {world} ranks what is each rank's part already",
+            f"{divided} divides by the {world} ranks, but the number is already per rank",
             "Leave the division out: len(loader) is what one rank takes.",
         )
     return None

@@ -1,7 +1,7 @@
 """Load the probe in a process that may become a rank. Load nothing in other processes.
 
-A worker of torchrun loads it at once, another process when it imports torch. An audit hook
-(PEP 578) notices that, and an exception that ends the process. ``sys.excepthook`` and
+A torchrun worker loads it at once, any other process when it imports torch. An audit hook
+(PEP 578) notices that import, and an exception that ends the process. ``sys.excepthook`` and
 ``sys.meta_path`` stay as they are for code that checks whether they are Python's own.
 """
 
@@ -9,7 +9,7 @@ import os
 import sys
 
 TYPE_CHECKING = False
-"""As in `typing`, which takes milliseconds to import."""
+"""As `typing.TYPE_CHECKING`, without the import, which takes milliseconds."""
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
@@ -42,7 +42,7 @@ def _start() -> None:
 def _audit_hook(loaded: bool) -> "Callable[[str, tuple[Any, ...]], None]":
     """Return the audit hook of this process.
 
-    It binds all names here, because it is called until after the interpreter has cleared its
+    All its names are bound here, because it is still called after the interpreter has cleared its
     modules. An error in it would be raised by the audited operation.
     """
     modules, safely, load, fails = sys.modules, _safely, _load, _fails
@@ -73,7 +73,7 @@ def _fails(args: "tuple[Any, ...]", loaded: bool) -> None:
 
     Args:
         args: The hook that is about to be called, and the exception's type, value and traceback.
-        loaded: The probe is in this process.
+        loaded: Whether the probe is loaded in this process.
 
     Raises:
         RuntimeError: The exception was printed already, so Python does not call the hook.
@@ -162,7 +162,7 @@ def _is_worker() -> bool:
     """Return whether torchrun has started this process as a rank.
 
     It makes each rank a session leader. Children of a rank inherit the environment but lead no
-    session. With options of the debugger, a rank started by another launcher counts as well.
+    session. With debugger options, a rank started by another launcher counts as well.
     """
     if os.environ.get("DDPDOCTOR_DEBUG", "attach") not in ("", "attach"):
         return True
@@ -179,7 +179,7 @@ def _is_launcher() -> bool:
 
 
 def _safely(step: "Callable[[], None]") -> bool:
-    """Call ``step``. Return False, and print it, if it raised."""
+    """Call ``step``. If it raises, print the exception and return False."""
     try:
         step()
     except Exception as error:

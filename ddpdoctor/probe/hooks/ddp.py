@@ -52,12 +52,11 @@ from ddpdoctor.run.status import Phase
 _FORWARD = int(Phase.FORWARD)
 _DDP_HOOK = "ddp.forward"
 FINALIZE = "DDP's finalize_backward"
-"""The name of the wait at the end of a backward that the job finalizes (2.15)."""
+"""The name of the wait at the end of a backward that the job finalizes (torch 2.15)."""
 
-SHORT_STEP = 5_000_000  # nanoseconds below which a step is too short to ask DDP's logger (10 us)
+SHORT_STEP = 5_000_000  # nanoseconds; in shorter steps DDP's logger (10 us) is asked less often
 SHORT_STRIDE = 4
-"""Interval of split steps among short ones, counted by number so that all ranks split the same
-ones."""
+"""One in this many short steps is split, chosen by number so that all ranks split the same ones."""
 
 
 @dataclass(eq=False)
@@ -170,11 +169,11 @@ Before = Callable[[Any, FrameType], "StepTracker | None"]
 class _Forward:
     """Wrap DDP's own context around the wrapped module's forward.
 
-    The compiled one does light steps without calling `_before`.
+    The compiled version handles light steps without calling `_before`.
 
     Args:
         ddp: The module.
-        context: DDP's own.
+        context: DDP's own context.
         before: Called first, with the module and the frame of the forward. Returns the tracker
             whose phase must be left.
     """
@@ -263,7 +262,7 @@ def _before(ddp: Any, frame: FrameType) -> StepTracker | None:
 
 
 def _listen(ddp: Any, tracker: StepTracker) -> None:
-    """Add the times of DDP's logger to the step of their iteration, which is the last one."""
+    """Add the times of DDP's logger, those of the last iteration, to the step of that iteration."""
     timed = _modules.get(ddp)
     if timed is None:
         return

@@ -1,8 +1,8 @@
 """Override arguments and seeds of the job. Used only if `ddpdoctor scale` or `parity` asks for it.
 
-This hook alone changes what a job does. Without the environment variable it installs nothing. Each
+Only this hook changes how a job runs. Without the environment variable it installs nothing. Each
 override is recorded with the line of the script. An override that fails is recorded as a fault, and
-the job then runs as it is.
+the job then runs unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ddpdoctor.run.overrides import DDP, KNOWN, LOADER, SEED, VARIABLE, Value, p
 from ddpdoctor.run.records.process import OverrideRecord
 from ddpdoctor.run.status import Phase
 
-_BEHAVIOUR = ("accumulation", "comm_hook", "ddp")  # overrides that are no constructor arguments
+_BEHAVIOUR = ("accumulation", "comm_hook", "ddp")  # overrides that are not constructor arguments
 _NEED_WORKERS = ("persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout")
 _MOST = 64
 
@@ -140,7 +140,7 @@ def _override(owner: Any, wanted: dict[str, Value]) -> None:
     signature = inspect.signature(original)
     unknown = [name for name in wanted if name not in signature.parameters]
     if unknown:
-        raise ValueError(f"this torch has no {owner.__name__}({unknown[0]})")
+        raise ValueError(f"this torch's {owner.__name__} has no argument `{unknown[0]}`")
 
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -175,7 +175,7 @@ def _ignored(*args: object, **kwargs: object) -> None:
 
 
 def _accumulate(ddp_class: Any, every: int) -> None:
-    """All-reduce only after every n-th backward, as ``no_sync`` does around the others."""
+    """All-reduce only in every n-th backward. The others run within ``no_sync``."""
     forward = ddp_class.forward
     passes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -195,7 +195,7 @@ def _accumulate(ddp_class: Any, every: int) -> None:
 
 
 def _replace(ddp_class: Any, name: str) -> None:
-    """Let the constructor return apex's class, on which Python does not call our ``__init__``."""
+    """Let the constructor return an object of apex's class, so that Python skips ``__init__``."""
 
     def __new__(cls: Any, module: Any, *args: Any, **kwargs: Any) -> Any:
         wrapped = importlib.import_module("apex.parallel").DistributedDataParallel(module)

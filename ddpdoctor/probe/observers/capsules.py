@@ -22,7 +22,7 @@ from ddpdoctor.run.capsule import Capsule, Forward, Source, plain_name, tensors_
 from ddpdoctor.run.names import CAPSULE, capsule_file
 from ddpdoctor.run.records.training import CapsuleRecord
 
-MAX_FORWARDS = 64  # forwards of a step that are kept
+MAX_FORWARDS = 64  # maximum number of forwards of a step that are kept
 
 
 def _copied(value: Any) -> Any:
@@ -74,7 +74,7 @@ class Capsules(Observer):
 
     @shielded
     def _keep(self, module: Any, args: Any, kwargs: Any) -> None:
-        """Keep the inputs of a forward, and of the first the weights, too."""
+        """Keep the inputs of a forward, and the weights if it is the first one."""
         if not self._wanted:
             return
         step = self.state.tracker.steps
@@ -88,7 +88,7 @@ class Capsules(Observer):
         if not self._forwards:
             self._carried = False
             if not every:
-                # In the step that fails, they are still what they were.
+                # Otherwise the step fails before it changes them.
                 self._weights = {name: _copied(each) for name, each in _named(module)}
         inputs = (args, kwargs) if every else _copied((args, kwargs))
         self._forwards.append(Forward(inputs[0], dict(inputs[1]), _generators()))
@@ -116,7 +116,7 @@ class Capsules(Observer):
             self._follower.loss(loss)
 
     def backward_begins(self) -> None:
-        """Note gradients that are there before the first backward of the step."""
+        """Note whether there are gradients before the first backward of the step."""
         if not self._reduced:
             self._carried = any(bool(each.any()) for each in self._gradients().values())
 
@@ -184,7 +184,7 @@ class Capsules(Observer):
             script = os.path.abspath(getattr(main, "__file__", None) or "")
             size = write(path, capsule, Source(script, list(sys.path)), sys.modules["torch"])
         except Exception as broken:
-            # A module of the job may refuse to be pickled in any way.
+            # Pickling a module of the job may raise anything.
             why = f"{type(broken).__name__}: {broken}"[:300]
         self.state.add(
             CapsuleRecord(

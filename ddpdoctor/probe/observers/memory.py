@@ -2,9 +2,9 @@
 
 Between two steps the allocator's counters and the process's pages are read in 20 to 40 us. This
 happens in each of the first steps, then at growing intervals: doubling the number of steps adds 33
-readings. If they grow steadily, several scans compare what the job's names refer to
-(`ddpdoctor.probe.observers.holders`). The writing thread reads the memory of child processes, and
-that of the machine.
+readings. If they grow steadily, several scans compare the objects that the job's names
+refer to (`ddpdoctor.probe.observers.holders`). The writing thread reads the memory of child
+processes, and that of the machine.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from ddpdoctor.run.records.memory import (
 
 # -- readings between two steps
 
-READINGS = 48  # readings while the number of steps grows by a factor of 2.7
+READINGS = 48  # number of readings while the number of steps grows by a factor of 2.7
 JUDGED_EVERY = 4  # number of readings between two judgements
 MIN_SUSPECT_GROWTH = 24 << 20  # minimum growth in bytes that starts a series of scans
 MAX_POINTS = 4096  # maximum number of readings; then every second one is dropped
 
 SCAN_INTERVALS = (0, 2, 4, 8, 16)  # steps from a suspicion or a scan to the next scan
-MAX_SITES = 3  # lines that are recorded
-MAX_SITE_SCANS = 4  # scans during which torch records allocations
+MAX_SITES = 3  # maximum number of recorded lines
+MAX_SITE_SCANS = 4  # number of scans during which torch records allocations
 MIN_SCANS = 2  # minimum number of scans for a record if the rank ends early
-MAX_SERIES = 3  # a later series requires twice the memory, and no earlier result
+MAX_SERIES = 3  # maximum number of series; a later one needs twice the growth, and no result yet
 
 
 class Memory(Observer):
@@ -58,8 +58,8 @@ class Memory(Observer):
         super().__init__(state)
         self._points: list[MemoryPoint] = []
         self._written = 0  # number of recorded points
-        self._host: tuple[int, int] | None = None  # private and virtual bytes at first
-        self._first: int | None = None  # the first step that was read
+        self._host: tuple[int, int] | None = None  # private and virtual bytes in the first reading
+        self._first: int | None = None  # the step of the first reading
         self._device: Any = None
         self._total: int | None = None
         self._datasets: set[tuple[str, str]] = set()
@@ -146,7 +146,7 @@ class Memory(Observer):
         self._scans.write()
 
     def rank_fails(self, error: BaseException) -> None:
-        """Record what the rank holds if an exception reports that the GPU is out of memory."""
+        """Record the rank's memory if an exception reports that the GPU is out of memory."""
         self.write()
         self._scans.write()
         if not torch_memory.is_out_of_memory(error) or self._device is None:
@@ -188,7 +188,7 @@ def _shapes(data: Any) -> Iterator[tuple[int, ...]]:
             yield tuple(each.shape)
 
 
-# -- scans of what holds it
+# -- scans for the objects that hold it
 
 
 class Scans:
@@ -208,7 +208,7 @@ class Scans:
         self._allocated: tuple[Allocated, ...] = ()
         self._at = 0  # the step of the last scan
         self._complete = True
-        self._fresh = False  # a result is not recorded yet
+        self._fresh = False  # whether a result is still to be recorded
 
     def consider(self, points: list[MemoryPoint], device: Any) -> None:
         """Begin a series of scans if memory grows steadily."""
@@ -298,7 +298,7 @@ class Scans:
 WORKERS_EVERY = 2_000_000_000  # nanoseconds between two readings of workers at first
 WORKERS_LATER = 10_000_000_000  # nanoseconds between later ones
 EARLY_READINGS = 12
-EARLY_PRICE, LATE_PRICE = 50, 1000  # durations of a reading until the next one
+EARLY_PRICE, LATE_PRICE = 50, 1000  # wait before the next reading, in durations of the last one
 MIN_COPIED = 16 << 20  # minimum size in bytes of a container whose copies matter
 MAX_DATASETS = 8
 MAX_WRAPPED = 4  # maximum number of nested data sets that are opened
@@ -313,8 +313,8 @@ class Workers:
     """
 
     def __init__(self) -> None:
-        self.present = False  # a loader has workers
-        self.copies = False  # the workers may copy much of the loader's data set
+        self.present = False  # whether a loader has workers
+        self.copies = False  # whether the workers may copy much of the loader's data set
         self._pid = 0
         self._due = 0
         self._readings = 0

@@ -40,19 +40,19 @@ from ddpdoctor.run.records.model import (
 # -- optimizers: which parameters each steps, and where it was made
 
 COMPARED_FROM, COMPARED_TO = 2, 12
-"""Synchronized backwards after which a parameter without optimizer is measured, then compared."""
+"""Synchronized backwards after which a parameter in no optimizer is measured, then compared."""
 
-REMADE = 5  # reported number of consecutive optimizers made at one line and stepped once
+REMADE = 5  # number of consecutive optimizers, made at one line and stepped once, to report
 REMADE_BY_EPOCH = 3  # the same for optimizers stepped for one epoch each
 MAX_DECAY = 5  # maximum factor of the learning rate between two epochs of one phase
 COMPARED_PARAMETERS = 4  # maximum number of compared parameters
-NAMED_PARAMETERS = 8  # parameters that a record names, while it counts all of them
+NAMED_PARAMETERS = 8  # maximum number of parameters that a record names; it counts all
 MAX_OPTIMIZERS = 256  # maximum number of remembered optimizers, far more than a report needs
 HYPERPARAMETERS = ("lr", "momentum", "betas", "weight_decay")
 """Recorded options of a parameter group, in this order."""
 
 MAX_GROUPS = 4  # maximum number of recorded parameter groups of an optimizer
-any_made = False  # this process has made an optimizer, or that is unknown
+any_made = False  # whether this process has made an optimizer; True if unknown
 
 
 @dataclass(eq=False)
@@ -62,7 +62,7 @@ class MadeOptimizer:
     name: str
     site: Site
     steps: int = 0
-    groups: tuple[int, int] = (0, 0)  # parameter groups, and parameters, when `ids` was taken
+    groups: tuple[int, int] = (0, 0)  # number of groups and of parameters when `ids` was taken
     ids: frozenset[int] = frozenset()
 
 
@@ -361,7 +361,7 @@ _SCHEDULE_ENDS = {
 }
 """Attributes that hold the position at which a schedule ends, restarts or first cuts."""
 
-NEARLY_COMPLETE = 0.9  # the ratio of a schedule after which it counts as complete
+NEARLY_COMPLETE = 0.9  # the fraction of a schedule after which it counts as complete
 MAX_NUMBERS = 32  # maximum number of recorded numbers of a scheduler, the largest ones
 MIN_FOLLOWED = 20  # minimum number of training steps of a recorded schedule
 MAX_SCHEDULERS = 16  # maximum number of lines that make schedulers
@@ -379,10 +379,10 @@ class MadeScheduler:
         kept = {name: value for name, value in vars(scheduler).items() if name not in _VARIES}
         self.shape = repr({name: _plain_value(value) for name, value in kept.items()})
         self.position = 0
-        self.gone = False  # it may have been stepped after its position was read
-        self.restored = False  # it does not start at position 0
+        self.gone = False  # whether it may have been stepped after its position was read
+        self.restored = False  # whether it started at a position other than 0
         self.row = 0
-        self.since = step  # the step at which the first of these was made
+        self.since = step  # the step at which the first one in the row was made
 
     def read(self) -> None:
         """Read the position."""
@@ -563,15 +563,15 @@ def _plain_value(value: Any) -> object:
 
 LARGEST_WATCHED = 1 << 16  # maximum size of a watched parameter
 MAX_WATCHED = 8  # maximum number of watched optimizers
-COMPARED_STEPS = 3  # steps after which the norm is read, and again before the next backward
+COMPARED_STEPS = 3  # number of steps with norms read after them and before the next backward
 MAX_EDITS = 4
-"""Tolerated changes of a gradient between two measured steps, as by a GradScaler that skips one.
+"""Tolerated changes of a gradient between two measured steps, such as by a GradScaler that skips.
 
 An optimizer with more changes is no longer watched.
 """
 
 MIN_UNZEROED = 5  # minimum number of steps with old gradients for a record when the rank ends
-ENOUGH_UNZEROED = 100  # the same earlier: gradients may be zeroed rarely on purpose
+ENOUGH_UNZEROED = 100  # the same before the rank ends: gradients may be zeroed rarely on purpose
 
 
 class _WatchedOptimizer:
@@ -582,8 +582,8 @@ class _WatchedOptimizer:
         self.name = type(optimizer).__name__
         self.parameter = weakref.ref(parameter)
         self.mark: Mark | None = None  # the last state of the gradient; None before the first step
-        self.grew = False  # a backward has added to the gradient since the last step
-        self.kept = False  # that backward began with the gradient of the last step
+        self.grew = False  # whether a backward has added to the gradient since the last step
+        self.kept = False  # whether that backward began with the gradient of the last step
         self.carried = 0  # number of steps whose gradient contained that of the step before
         self.pairs: list[Readback] = []
         self.edits: list[Readback] = []
@@ -596,7 +596,7 @@ class Zeroing(Observer):
     def __init__(self, state: RankState) -> None:
         super().__init__(state)
         self._watches: list[_WatchedOptimizer] = []
-        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # number of optimizers watched so far
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers watched so far
 
     def step_begins(self, optimizer: Any) -> None:
         """Count a step, or start watching an optimizer."""

@@ -22,7 +22,7 @@ from ddpdoctor.run.records.model import PackedTensor
 
 # -- bitwise hashes of tensors
 
-PIECE = 1 << 20  # elements hashed at once, which takes less than 17 MiB of memory
+PIECE = 1 << 20  # number of elements hashed at once, which takes less than 17 MiB of memory
 GPU_PIECE = 1 << 18  # the same on a GPU, whose memory may be nearly full: less than 5 MiB
 MANY_PIECES = 64  # number of pieces above which a GPU uses larger ones
 
@@ -203,7 +203,7 @@ class Readback:
 
 
 class Elements:
-    """At most so many evenly spaced elements of a `hashable` tensor. Made with gradients off."""
+    """At most ``most`` evenly spaced elements of a `hashable` tensor. Made with gradients off."""
 
     def __init__(self, tensor: Any, most: int = MAX_ELEMENTS) -> None:
         torch: Any = sys.modules["torch"]
@@ -234,7 +234,7 @@ def when_ready(reads: Sequence[Readback], record: Callable[[list[Any]], Record])
             return record([number for each in reads for number in each.numbers()])
         if not last:
             raise NotYet
-        # The device never got there.
+        # The device never finished.
         return b""
 
     return make
@@ -283,7 +283,7 @@ def loss_reader(loss: Any) -> Loss | float | None:
 
 
 def is_plain(tensor: Any) -> bool:
-    """Return whether this rank can read a tensor alone. A DTensor may be spread over ranks."""
+    """Return whether this rank can read a tensor by itself. A DTensor may be spread over ranks."""
     torch: Any = sys.modules["torch"]
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)

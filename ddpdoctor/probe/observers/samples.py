@@ -37,9 +37,9 @@ from ddpdoctor.run.records.training import Head, PassRecord
 FOLLOWED_INDICES = 128  # number of individually followed indices of an index space
 HASHED_CONTENTS = 64  # number of these whose content is also hashed
 CLOSED = ("ended", "left")  # states of a finished pass
-HEAD_DRAWS = 64  # first draws, whose order has a separate hash
+HEAD_DRAWS = 64  # number of first draws, whose order has a separate hash
 EVALUATED_ROWS = 16  # maximum number of samples of an evaluation that are recorded by content
-FIRST_CONTENTS = 16  # samples of the first batch, whose content is always hashed
+FIRST_CONTENTS = 16  # number of samples of the first batch whose content is always hashed
 
 _UINT64 = (1 << 64) - 1
 _JSON_BITS = (1 << 53) - 1
@@ -110,10 +110,10 @@ class Pass:
         self.marks = 0  # number of batches with a backward
         self.joins = False
         self.over = False
-        self.ahead = False  # it is followed regardless of the budget
-        self.collates = False  # the loader fetches whole batches
+        self.ahead = False  # whether it is followed regardless of the budget
+        self.collates = False  # whether the loader fetches whole batches
         self.rows_later = 0  # number of batches with hashed samples that are not recorded yet
-        self.gone = False  # the pass is no longer followed
+        self.gone = False  # whether the pass is no longer followed
         self._keys = frozenset(self.followed)
         sample = sample_of(record.length or 0)
         every = 1 if len(sample) <= HASHED_CONTENTS else max(len(sample) // HASHED_CONTENTS, 2)
@@ -279,17 +279,17 @@ MAX_PASSES = 32  # maximum number of followed passes of all loaders
 MAX_BATCHES = 24  # maximum number of hashed batches of a pass over an iterable-style data set
 MAX_ROWS = 8  # maximum number of hashed samples of such a batch
 CHUNK_BATCHES = 32  # maximum number of batches of indices that wait for the writing thread
-UNBUDGETED_PASSES = 2  # first evaluations of a loader, followed regardless of the budget
-SKETCHED_PASSES = 2  # first passes over a loader, whose samples are all sketched
+UNBUDGETED_PASSES = 2  # number of a loader's first evaluations followed regardless of the budget
+SKETCHED_PASSES = 2  # number of first passes over a loader whose samples are all sketched
 IDLE_FORWARDS = 16  # number of forwards without a batch after which we stop following forwards
 CONTENT_RESERVE_NS, NEXT_PASS_RESERVE_NS = 8_000_000, 3_000_000
 """Nanoseconds of the budget that the first pass reserves for the content of its later samples, and
 that these reserve for the next pass."""
 
-CONTENT_COST = 6_000  # nanoseconds to search the indices of a batch for these
+CONTENT_COST = 6_000  # nanoseconds to search the indices of a batch for samples to hash
 
-MAX_EXCESS_NS = 10_000_000  # nanoseconds that the second pass over a stream may exceed the budget
-SKETCH_CREDIT_NS = 10_000_000  # nanoseconds that sketches may use before an eighth of the budget
+MAX_EXCESS_NS = 10_000_000  # nanoseconds by which a stream's second pass may exceed the budget
+SKETCH_CREDIT_NS = 10_000_000  # nanoseconds for sketches in addition to an eighth of the budget
 
 
 class Samples(Observer):
@@ -303,10 +303,10 @@ class Samples(Observer):
         self._idle = 0  # consecutive forwards without a fetched batch
         self._evaluated: list[Pass] = []
         self._followed = 0
-        self._sketched = 0  # nanoseconds that sketches took
+        self._sketched = 0  # nanoseconds spent on sketches
 
     def indices_drawn(self, index: Any, iterator: Any) -> None:
-        """Follow what the sampler returns. A pass begins with it."""
+        """Follow the indices that the sampler returns. A pass begins with the first ones."""
         begun = torch_private.pass_of(iterator)
         known = getattr(iterator, "_ddpdoctor_pass", None)
         if known is None or known[0] is not begun:
@@ -346,7 +346,7 @@ class Samples(Observer):
                 self._give_up(drawn, iterator)
 
     def _give_up(self, drawn: Pass, iterator: Any = None) -> None:
-        """Record the content that was hashed after the rest of a pass was not followed."""
+        """Stop hashing the content of a pass. Record the hashes that are not recorded yet."""
         drawn.gone = True
         if iterator is not None:
             iterator._ddpdoctor_pass = (torch_private.pass_of(iterator), None)

@@ -1,7 +1,7 @@
-"""Follow the training steps: their begin and end, their phases, and their journal line.
+"""Follow the training steps: their beginning and end, their phases, and their journal line.
 
 A step ends with the first optimizer's ``step()``. Several backwards before it are accumulation. A
-second optimizer belongs to the same step. Without optimizers, DDP's forward counts. What happens
+second optimizer belongs to the same step. Without optimizers, DDP's forward counts. The time
 between a loader's end and the next batch (evaluation, checkpoints) is recorded as ``outside`` and
 belongs to no step.
 
@@ -27,11 +27,11 @@ from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.records.training import SiteRecord
 from ddpdoctor.run.status import NO_EPOCH, Parts, Phase
 
-# -- what the job has switched on that changes how its steps are read; hooks set it
+# -- settings of the job that change how its steps are read; hooks set them
 
 uneven_inputs = False
-"""Whether this process has entered an enabled ``join()``. Since then ranks may have taken different
-numbers of steps."""
+"""Whether this process has entered an enabled ``join()``. From then on, ranks may have taken
+different numbers of steps."""
 
 last_scaler: weakref.ref[Any] | None = None  # the GradScaler whose ``step`` was called last
 
@@ -56,7 +56,7 @@ ZERO: Times = [0] * len(Phase)
 class OpenStep:
     """The steps of one journal line. It stays open until the next step, when DDP knows its waits.
 
-    A line has several if steps are short (`ddpdoctor.probe.observers.overhead`).
+    A line has several steps if they are short (`ddpdoctor.probe.observers.overhead`).
     """
 
     # A dozen defaults in the class make the instance, one per step, cheaper.
@@ -274,7 +274,7 @@ class StepTracker(Phases):
             self.outside()
 
     def fetch(self, iterator: int, first: bool) -> None:
-        """Begin to fetch a batch, perhaps the first of a pass, from the iterator with this id."""
+        """Note the start of a fetch from an iterator, perhaps the first one of a pass."""
         self._fresh = False
         if not self.begun:
             known = iterator in self.trained

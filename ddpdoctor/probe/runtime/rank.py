@@ -28,27 +28,27 @@ class RankState:
         self.restart = restart  # the attempt that this rank's files belong to
         self.budget = budget.from_environment()
         self.ledger: Ledger | None = None  # of collectives; None if its file could not be made
-        self.has_error = False  # what ends the process was recorded
+        self.has_error = False  # whether the reason for the process's end was recorded
         self.closed = False
         self._written: dict[type[Record], int] = {}
         self._known: set[object] = set()
 
     def add(self, record: Record, most: int, once: object = None) -> bool:
-        """Queue a record. Return False after ``most`` of its kind, or another on one subject."""
+        """Queue a record. Return False after ``most`` of its kind, or if ``once`` is known."""
         if not self.may_add(type(record), most, once):
             return False
         self.recorder.add(record)
         return True
 
     def may_add(self, kind: type[Record], most: int, once: object = None) -> bool:
-        """Count a record of a kind. Return False if it is one too many, or known."""
+        """Count a record. Return False after ``most`` of its kind, or if ``once`` is known."""
         count = self._written.get(kind, 0)
         if once is not None and once in self._known:
             return False
         self._written[kind] = count + 1
         if count >= most:
             if count == most:
-                # Rules conclude from what is absent, too.
+                # Rules also draw conclusions from missing records.
                 self.recorder.add(LimitRecord(time=time.time_ns(), of=kind.kind))
             return False
         self._known.add(once)
@@ -130,7 +130,7 @@ def _report(hook: str, error: str) -> None:
 
 
 def write_now(record: Record) -> None:
-    """Write a record now, since the process may end the next moment."""
+    """Write a record now, since the process may end at any moment."""
     if _state is not None:
         _state.recorder.add_now(record)
         _state.recorder.flush(0.2, last=True)

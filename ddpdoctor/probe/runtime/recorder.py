@@ -1,4 +1,4 @@
-"""Write what the hooks record: the status page at once, the journal from another thread.
+"""Write the hooks' records: the status page at once, the journal from another thread.
 
 A hook appends to a bounded queue and returns. A full queue drops records and counts them. The
 thread drains it a few times a second, so a slow or full disk costs the job only records. It also
@@ -55,7 +55,7 @@ class Vitals:
         self._page.set_gpu(torch_private.device_uuid(sys.modules["torch"], device))
 
     def ask(self, now: int) -> None:
-        """Ask the allocator, which reports its counters and does not touch the device."""
+        """Read the allocator's counters, which does not touch the device."""
         self.due = now + MEMORY_EVERY
         try:
             self._allocator = torch_devices.allocated_memory(self._device)
@@ -70,7 +70,7 @@ class Vitals:
         self._parts = parts
 
     def store(self) -> None:
-        """Write what has changed to the page."""
+        """Write changed values to the page."""
         now = time.time_ns()
         self._page.set_beat(now)
         if self._parts is not None and self._parts is not self._shown:
@@ -97,11 +97,11 @@ def statm(pid: int | str = "self") -> tuple[int, int, int] | None:
 FLUSH_EVERY = 0.25  # seconds between two writes of the journal
 ROUNDS_PER_SECOND = round(1 / FLUSH_EVERY)
 QUEUE_SIZE = 20_000  # maximum number of queued records, those of 0.25 s at 12.5 us per step
-AT_ONCE = 32  # records (half a millisecond) after which other threads are offered the GIL
+AT_ONCE = 32  # number of records (half a millisecond) after which the GIL is offered to others
 
 Lazy = Callable[[bool], "bytes | Record"]
-"""Makes a line or a record in the writing thread. Its argument is True if it is not called
-again."""
+"""Makes a line or a record in the writing thread. Its argument is True in the last
+call."""
 
 
 class NotYet(Exception):

@@ -1,6 +1,6 @@
 """Use private parts of ``torch.distributed``: backends, timeouts, Flight Recorder.
 
-As in `ddpdoctor.probe.runtime.torch_private`, each is guarded by the feature.
+As in `ddpdoctor.probe.runtime.torch_private`, each use is guarded by a check for the feature.
 
 Timeouts of collectives are lifted while a rank is stopped in the debugger and its peers wait. A
 collective that is already waiting keeps the timeout it began with. Some versions of gloo keep the
@@ -34,7 +34,7 @@ def backends(c10d: Any) -> Iterator[Any]:
             try:
                 backend = group._get_backend(device)
             except (AttributeError, RuntimeError):
-                # The device has none in this group.
+                # The device has no backend in this group.
                 continue
             if id(backend) not in seen and timeout_setter(type(backend)):
                 seen.add(id(backend))
@@ -45,7 +45,7 @@ def store_place(c10d: Any) -> tuple[str, int, str] | None:
     """Return host, port and file of the store at which the default group's ranks met.
 
     It is ``_world.pg_map[group][1]`` (2.1 to 2.15), a PrefixStore around the one that listens
-    (``underlying_store``, 1.11 to 2.15). None if there is no such store, or another kind.
+    (``underlying_store``, 1.11 to 2.15). None if there is no such store, or one of another kind.
     """
     world = getattr(c10d, "_world", None)
     found = getattr(world, "pg_map", {}).get(getattr(world, "default_pg", None))
@@ -175,14 +175,14 @@ _changing = threading.Lock()
 
 
 def least_timeout() -> timedelta:
-    """Return what every timeout has to be at least now, or zero."""
+    """Return the timeout that all groups must have at least now, or zero."""
     return LIFTED_TIMEOUT if _lifted else _least_timeout
 
 
 def lift_timeouts(lift: bool = True) -> None:
     """Lift the timeouts of all process groups of this process, later ones included.
 
-    With ``lift`` False give every group back the timeout it had, unless the job has set another one
+    If ``lift`` is False, restore the timeout of each group, unless the job has set another one
     since.
     """
     global _lifted
@@ -198,7 +198,7 @@ def keep_timeouts_at_least(timeout: timedelta) -> None:
 
 
 def update_timeouts() -> None:
-    """Set the timeouts of all groups, new ones included, to what they have to be."""
+    """Raise or restore the timeouts of all groups, including new ones."""
     c10d = sys.modules.get("torch.distributed.distributed_c10d")
     if c10d is None:
         return
@@ -208,7 +208,7 @@ def update_timeouts() -> None:
             if current is None:
                 continue
             _, users, ours = _changed_timeouts.get(id(backend), (None, current, current))
-            # Unless the job itself has set another one since.
+            # The job itself may have set another timeout since.
             _change_timeout(backend, current, users if current == ours else current)
 
 

@@ -86,7 +86,7 @@ def _next_link(node: Any, name: str) -> Any:
     return None
 
 
-# -- what a GPU held when its memory ran out
+# -- the memory of a GPU when it ran out
 
 MAX_BLOCKS = 8
 MAX_SNAPSHOT = 64 << 20  # maximum size of a stored snapshot in bytes
@@ -151,14 +151,14 @@ def with_snapshot(facts: AllocatorFacts, found: Any) -> AllocatorFacts:
     )
 
 
-# -- which lines allocate what stays
+# -- the lines whose allocations are not freed
 
 
 class AllocationSites:
     """Find lines whose GPU allocations are not freed, by torch's memory history (2.1 to 2.15).
 
     While torch records, it stores the Python stack of each allocation, which takes 10 to 20 us.
-    Nothing is known if the job records allocations itself, or if torch cannot.
+    No lines are found if the job records allocations itself, or if torch cannot.
     """
 
     def __init__(self, device: Any) -> None:
@@ -189,7 +189,7 @@ class AllocationSites:
 
 
 def record_history(enabled: str | None) -> bool:
-    """Begin or end to record the stacks of allocations. Return False if that cannot be done."""
+    """Start or stop recording the stacks of allocations. Return False if that is impossible."""
     torch: Any = sys.modules["torch"]
     record = getattr(torch.cuda.memory, "_record_memory_history", None)
     records = getattr(torch._C, "_cuda_isHistoryEnabled", None)

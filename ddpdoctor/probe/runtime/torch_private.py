@@ -1,7 +1,7 @@
 """Use torch's private APIs. Each entry says which versions have it, and what is lost without it.
 
-Every access goes through here, or through `torch_groups` for process groups, and is guarded by the
-feature, not by a version number. Hooks use public APIs directly
+Every access goes through here, or through `torch_groups` for process groups, and is guarded by a
+check for the feature, not for a version. Hooks use public APIs directly
 (``torch.optim.optimizer.register_optimizer_step_pre_hook``, ``torch.distributed``, ``GradScaler``).
 The versions are those whose sources were read, 2.13 and 2.15 among them, but not 2.14.
 """
@@ -20,7 +20,7 @@ from typing import Any
 DDP_INIT_HELPER = "_ddp_init_helper"
 """Builds reducer and logger in DistributedDataParallel (2.4 to 2.15).
 
-It runs in ``__init__``, whose own warnings so still point to the user's line. Without it, how DDP
+It runs in ``__init__``, so that warnings there still point to the user's line. Without it, how DDP
 was built is not recorded, and backward is not split.
 """
 
@@ -54,15 +54,15 @@ Without it every job is assumed to have an optimizer.
 REDUCE_LR = "_reduce_lr"
 """Method of ``ReduceLROnPlateau`` (1.0 to 2.15) that cuts the learning rate.
 
-It is below ``step``, whose own warnings so still point to the user's line. Without it a difference
+It is below ``step``, so that warnings there still point to the user's line. Without it a difference
 of learning rates is attributed to the optimizer's step.
 """
 
 RESTORE_LOCATION = "_get_restore_location"
 """Function of ``torch.serialization`` (1.0 to 2.15) that each load calls once.
 
-It turns ``map_location`` into what puts a storage on its device. Without it, the line that loaded
-onto another rank's GPU is unknown.
+It turns ``map_location`` into the function that puts a storage on its device. Without it, the line
+that loaded onto another rank's GPU is unknown.
 """
 
 STAGE = "_PipelineStageBase"
@@ -72,7 +72,7 @@ Without it ranks of a pipeline are compared as if they did the same work.
 """
 
 STAGE_FORWARD = "forward_maybe_with_nosync"
-"""The forward of a micro-batch of that base (2.4 to 2.15). Without it, it is ``other``."""
+"""Method of that base (2.4 to 2.15): a micro-batch's forward, which is ``other`` without it."""
 
 INIT_OPTIMIZER = "_init_optim_state"
 """Function of ``torch.distributed.checkpoint.state_dict`` (2.2 to 2.15) that steps an optimizer.
@@ -85,7 +85,7 @@ Without it that counts as a step of the training.
 
 
 def is_ddp(module: Any) -> bool:
-    """Return whether it is a DistributedDataParallel."""
+    """Return whether a module is a DistributedDataParallel."""
     parallel: Any = sys.modules.get("torch.nn.parallel.distributed")
     return parallel is not None and isinstance(module, parallel.DistributedDataParallel)
 
@@ -157,7 +157,7 @@ def used_map(ddp: Any) -> Any:
 
 
 def scalar_factor(node: Any) -> float | None:
-    """Return what a node of autograd's graph multiplies by, if it is one number on the CPU.
+    """Return the factor of a node in autograd's graph, if it is one number on the CPU.
 
     ``_saved_other`` of ``MulBackward0`` and ``DivBackward0`` (1.9 to 2.15). None without it.
     """
@@ -191,7 +191,7 @@ def is_enabled(join: Any) -> bool:
 def comm_hook(ddp: Any) -> str:
     """Return the name of DDP's communication hook, or "": ``_comm_hooks`` (2.2 to 2.15).
 
-    Without it only its averaging shows a local SGD.
+    Without it, local SGD shows only by its averaging.
     """
     hooks = getattr(ddp, "_comm_hooks", None) or [(None, None)]
     return str(getattr(hooks[-1][0], "__name__", ""))
@@ -208,7 +208,7 @@ def broadcasts_buffers(ddp: Any) -> bool | None:
 
 
 def syncs_buffers(ddp: Any) -> bool:
-    """Return what the user chose: ``forward_sync_buffers``, up to 2.12 ``broadcast_buffers``."""
+    """Return the user's choice of ``forward_sync_buffers``, up to 2.12 ``broadcast_buffers``."""
     return bool(getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True)))
 
 
@@ -227,12 +227,12 @@ def accumulator(parameter: Any) -> Any:
     return function.next_functions[0][0] if function is not None else None
 
 
-BARE_DEPTH = 5  # nodes from a loss to the end of its graph that `is_bare` follows
-_SMALL_GRAPH = 32  # nodes of a graph that are searched for a parameter
+BARE_DEPTH = 5  # maximum number of nodes from a loss to the end of its graph that `is_bare` follows
+_SMALL_GRAPH = 32  # maximum number of nodes of a graph that are searched for a parameter
 
 
 def is_bare(tensors: Any) -> bool:
-    """Return whether the first loss has no graph, or so small a one that it may reach no parameter.
+    """Return whether the first loss has no graph, or one so small that it may reach no parameter.
 
     ``light.h`` asks the same in light steps. ``next_functions`` lists a node's inputs.
     """
@@ -254,7 +254,7 @@ def reaches_no_parameter(tensors: Any) -> bool:
     if any(isinstance(each, torch.nn.Parameter) for each in tensors):
         return False
     for count, node in enumerate(nodes):
-        # The list grows by what it reaches.
+        # The list grows by the nodes that it reaches.
         if count >= _SMALL_GRAPH or isinstance(getattr(node, "variable", None), torch.nn.Parameter):
             return False
         if node is not None:
@@ -271,7 +271,7 @@ def compiles_autograd() -> bool:
 def hook_again(handle: Any, hook: Any) -> bool:
     """Put back a hook that its ``RemovableHandle`` removed. Return whether that was possible.
 
-    To find a node of autograd again takes 80 us. False if handles have no ``hooks_dict_ref``.
+    Finding a node of autograd again takes 80 us. False if handles have no ``hooks_dict_ref``.
     """
     reference = getattr(handle, "hooks_dict_ref", None)
     hooks: Any = None if reference is None else reference()
@@ -281,9 +281,9 @@ def hook_again(handle: Any, hook: Any) -> bool:
 
 
 def saved_tensors(node: Any) -> tuple[list[tuple[bool, Any]], bool]:
-    """Return what an operation keeps for its backward, and whether that is all of it.
+    """Return the tensors that an operation keeps for its backward, and whether these are all.
 
-    For each tensor it tells whether that is the operation's own result.
+    Each comes with a flag: whether it is the operation's own result.
 
     ``_raw_saved_*`` and ``_saved_*`` of a node (1.9 to 2.15). If a saved tensor has an
     ``unpack_hook`` (2.13 to 2.15), unpacking would call a hook of the job, such as checkpointing's,
@@ -388,7 +388,7 @@ def unsaved_buffers(module: Any) -> set[str]:
 def is_profiling(torch: Any) -> bool:
     """Return whether a profiler is on: ``autograd._profiler_enabled`` (1.0 to 2.15).
 
-    A second one would end it without a word. Without the function it is said to be on.
+    A second one would silently end it. Without the function, it is assumed to be on.
     """
     enabled = getattr(torch.autograd, "_profiler_enabled", None)
     return enabled is None or bool(enabled())
@@ -402,7 +402,7 @@ def stop_recording(torch: Any) -> None:
 
 
 def dtype_name(tensor: Any) -> str:
-    """Return a tensor's dtype as ``float32``."""
+    """Return the name of a tensor's dtype, such as ``float32``."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -437,7 +437,7 @@ def device_uuid(torch: Any, device: Any) -> str:
 
 
 def current_stream(cuda: Any, device: Any) -> Callable[[], Any]:
-    """Return what gets the current stream of a CUDA device, without making an object each time.
+    """Return a function that gets a device's current stream, without making an object each time.
 
     ``torch._C._cuda_getCurrentRawStream`` (1.12 to 2.15) returns the stream's address in a third of
     the time of ``torch.cuda.current_stream``, which is called for a new address, or always.
@@ -545,7 +545,7 @@ def loader_iterator_classes(dataloader: Any) -> list[Any]:
 def loader_iterator_base(dataloader: Any) -> Any:
     """Return ``_BaseDataLoaderIter``, whose ``_next_index`` calls the sampler (2.4 to 2.15).
 
-    Without it what the ranks draw is unknown.
+    Without it, the samples that ranks draw are unknown.
     """
     base = getattr(dataloader, "_BaseDataLoaderIter", None)
     return base if hasattr(base, "_next_index") else None
@@ -554,7 +554,7 @@ def loader_iterator_base(dataloader: Any) -> Any:
 def fetchers(dataloader: Any) -> list[Any]:
     """Return the classes whose ``fetch`` makes a batch: ``_utils.fetch`` (2.4 to 2.15).
 
-    Without them it is unknown what workers draw from generators of random numbers.
+    Without them, workers' draws from random number generators are unknown.
     """
     module = getattr(getattr(dataloader, "_utils", None), "fetch", None)
     names = ("_MapDatasetFetcher", "_IterableDatasetFetcher")
@@ -569,7 +569,7 @@ Without it a loader is named by the line that iterates over it, not by the one t
 
 
 def is_first_batch(iterator: Any) -> bool:
-    """Return whether no batch was asked of a loader's iterator: ``_num_yielded`` (2.4 to 2.15).
+    """Return whether a loader's iterator is still unused: ``_num_yielded`` (2.4 to 2.15).
 
     Without it the time between epochs is charged to the first step of the next.
     """
@@ -577,7 +577,7 @@ def is_first_batch(iterator: Any) -> bool:
 
 
 def index_sampler_of(iterator: Any) -> Any:
-    """Return what gives a loader's iterator its indices: ``_index_sampler`` (2.4 to 2.15)."""
+    """Return the source of the indices of a loader's iterator: ``_index_sampler`` (2.4 to 2.15)."""
     return getattr(iterator, "_index_sampler", None)
 
 
@@ -634,8 +634,8 @@ def keeps_workers(iterator: Any) -> bool:
 
 
 def worker_functions_of(iterator: Any) -> list[Any]:
-    """Return what workers call beside the data set: ``_collate_fn``, ``_worker_init_fn``, or None.
+    """Return the functions that workers call besides the data set, or None for a missing one.
 
-    2.4 to 2.15 have them, the second only with workers.
+    ``_collate_fn`` and ``_worker_init_fn`` (2.4 to 2.15), the second only with workers.
     """
     return [getattr(iterator, name, None) for name in ("_collate_fn", "_worker_init_fn")]

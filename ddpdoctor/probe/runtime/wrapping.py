@@ -1,8 +1,8 @@
 """Call hooks around functions of torch and of Python, once their module is imported.
 
-The probe imports none of them. What a wrapped function returns and raises stays as it is, and no
-frame of ours shows in the traceback (from Python 3.11 on). A function that does not exist is not
-wrapped, and what depends on it is unknown.
+The probe imports none of them. Results and exceptions of a wrapped function stay as they are, and
+no frame of ours shows in the traceback (from Python 3.11 on). A function that does not exist is not
+wrapped, and facts that depend on it are unknown.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OnImport = Callable[[ModuleType], None]
 
 
 class _ImportFinder:
-    """Find what the other finders find, and add a call after the module ran."""
+    """Find modules with the other finders. Call the callbacks once a module has run."""
 
     def __init__(self) -> None:
         self.waiting: dict[str, list[OnImport]] = {}
@@ -145,12 +145,12 @@ def around(
         name: The function's name.
         hook: The name of a fault in either, which switches off both.
         begin: Called with the arguments. If it returns None, ``end`` is not called.
-        end: Called with what ``begin`` returned, the result and the exception.
-        compiled: Dynamo may trace the wrapper, and then sees only the original.
+        end: Called with the results of ``begin`` and of the function, and the exception.
+        compiled: Whether Dynamo may trace the wrapper. It then sees only the original.
         idle: An attribute of the first argument. If it is true, call the original only.
-        light: What it is if compiled code follows it in light steps: autograd's ``engine``, the
-            ``batch`` or the ``indices`` of a loader.
-        waits: Ignore it within a collective, which waits itself.
+        light: The kind of call, if compiled code follows it in light steps: autograd's ``engine``,
+            or a loader's ``batch`` or ``indices``.
+        waits: Whether to ignore the call within a collective, which waits itself.
     """
     original = getattr(owner, name, None)
     if original is None:
@@ -203,4 +203,4 @@ CODES = tuple(
     for code in function.__code__.co_consts
     if isinstance(code, CodeType)
 )
-"""The code of the wrappers, which Dynamo is not to compile."""
+"""The code of the wrappers, which Dynamo must not compile."""

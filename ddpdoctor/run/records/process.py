@@ -41,7 +41,7 @@ class OpenRecord(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreRecord(Record):
-    """Where the ranks of a job met, if there may be ranks on other nodes."""
+    """The store at which the ranks of a job met, if some may be on other nodes."""
 
     kind = "store"
 
@@ -49,7 +49,7 @@ class StoreRecord(Record):
     port: int = 0
     file: str = ""  # The file of a FileStore. Empty for a TCPStore.
     job: str = ""  # torchrun's id of the job. Empty without torchrun.
-    local_world_size: int = 0  # Ranks of this node. 0 if the launcher does not say.
+    local_world_size: int = 0  # Number of ranks on this node. 0 if unknown.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,22 +66,22 @@ class OverrideRecord(PlacedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndRecord(Record):
-    """The regular end of a rank's script."""
+    """The normal end of a rank's script."""
 
     kind = "end"
 
     time: int
     steps: int = 0
     armed: int = 0  # Forward passes whose backward is all-reduced
-    dropped: int = 0  # Records lost because the queue was full or the disk refused them
+    dropped: int = 0  # Number of records lost because the queue was full or the disk refused them
     spent: int = 0  # Nanoseconds of budgeted diagnosis, including an estimate of untimed work
-    over: int = 0  # Nanoseconds of the period in which it did
-    followed: int = 0  # The same of following the steps, estimated from timed ones
+    over: int = 0  # Nanoseconds of the period in which they were spent
+    followed: int = 0  # Nanoseconds spent on following the steps, estimated from timed ones
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnWorkRecord(Record):
-    """A rank has been outside of all phases for long. At most 64 per rank."""
+    """A rank has been outside of all phases for a long time. At most 64 per rank."""
 
     kind = "own_work"
     kept = 64
@@ -133,8 +133,8 @@ class FileRecord(PlacedRecord):
 
     time: int
     what: str
-    """``write`` (opened for it), ``make`` a directory, ``move`` it away, ``replace`` it by what was
-    moved, ``remove``."""
+    """``write`` (opened for it), ``make`` a directory, ``move`` it away, ``replace`` it by a moved
+    file, ``remove``."""
     file: str
 
 

@@ -38,12 +38,12 @@ class StepRecord(Record):
     wait: int = 0
     total: int = 0
     split: bool = False
-    """DDP's timers measured how long the all-reduce was exposed. Otherwise ``backward`` includes
-    that wait."""
+    """Whether DDP's timers measured the exposed all-reduce. If not, ``backward`` includes that
+    wait."""
     cpu: int | None = None
     """CPU time of the training thread. None if the kernel does not report it."""
     waited: int | None = None  # Time in which the thread was ready to run and had no CPU core
-    host: int = 0  # Time of the host's own work, if it surely ran ahead of the rank's GPU. Else 0.
+    host: int = 0  # Time of the host's own work if it certainly ran ahead of the GPU. Otherwise 0.
     samples: int | None = None
     loss: float | None = None
     norm: float | None = None
@@ -80,7 +80,7 @@ class TrainedRecord(Record):
     step: int
     rates: tuple[float, ...] = ()  # Learning rate of each parameter group, before the step
     decays: tuple[float, ...] = ()  # Their weight decay
-    samples: int = 0  # Of all forwards: the first dimension of the module's first tensor
+    samples: int = 0  # In all forwards, by the first dimension of the module's first tensor
     forwards: int = 0
     loss: float | None = None
     """Mean over the backwards, before the job divided each loss by their number."""
@@ -133,7 +133,7 @@ class CourseRecord(PlacedRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapsuleRecord(PlacedRecord):
-    """A step that was kept so that it can be computed again, or why it was not."""
+    """A step that was kept so that it can be recomputed, or the reason why it was not."""
 
     kind = "capsule"
     kept = 8
@@ -157,7 +157,7 @@ class SampledStack(NamedTuple):
     """A stack of the training thread. In JSON a list."""
 
     times: int  # Number of samples with this stack
-    frames: tuple[CodeFrame, ...]  # Of the user's code, innermost first
+    frames: tuple[CodeFrame, ...]  # Frames of the user's code, innermost first
     waits: tuple[str, str]  # File name and function of the innermost frame, the user's or not
     letter: str
     """The state of the thread: R runs or wants to, S sleeps, D waits for a disk or device."""
@@ -192,7 +192,7 @@ class ProfileRecord(Record):
     children_waited: int = 0
     gc: int = 0  # Time of Python's garbage collections
     affinity: tuple[int, ...] = ()  # The cores on which the thread may run
-    threads: int = 0  # Compute threads of torch
+    threads: int = 0  # Number of torch's compute threads
     cost: int = 0  # Time that the samples took
     stacks: tuple[SampledStack, ...] = ()
 
@@ -210,7 +210,7 @@ class LoopRecord(Record):
     """A training loop began or ended."""
 
     kind = "loop"
-    # A begin without an end would look like a loop that was never left.
+    # A start without an end would look like a loop that was never left.
     kept = 0
 
     time: int
@@ -218,11 +218,11 @@ class LoopRecord(Record):
     state: str  # ``trains``, or ``ended``, ``left`` or ``failed`` once it is over
     step: int = 0
     frames: tuple[Location, ...] = ()
-    """At its begin: the call stack of the first batch, innermost first."""
-    before: int | None = None  # At its begin: reduced backwards that the rank has begun
-    joins: bool = False  # At its begin: whether it is within ``join()``
+    """At its start: the call stack of the first batch, innermost first."""
+    before: int | None = None  # At its start: number of reduced backwards that the rank has begun
+    joins: bool = False  # At its start: whether it is within ``join()``
     fetched: int | None = None  # At its end: number of fetched batches
-    after: int = 0  # At its end: reduced backwards that the rank has begun
+    after: int = 0  # At its end: number of reduced backwards that the rank has begun
     idle: tuple[IdleBatch, ...] = ()
     idled: int = 0  # At its end: number of idle batches, of which ``idle`` has the first
     left_at: tuple[Location, ...] = ()  # At its end: the lines that left it, innermost first
@@ -311,11 +311,11 @@ class PassRecord(PlacedRecord):
     length: int | None = None  # Size of the index space that all ranks share. None if not known.
     batches: int | None = None  # Number of batches to come. None if only the job's code knows.
     followed: int = 0  # Number of indices of that space that all ranks record
-    fetched: int = 0  # Batches that the training loop fetched
-    marks: int = 0  # Batches that were followed by a backward pass
+    fetched: int = 0  # Number of batches that the training loop fetched
+    marks: int = 0  # Number of batches that were followed by a backward pass
     joins: bool = False  # It is within ``join()``
     collectives: int | None = None
-    """Collectives that the rank called meanwhile, including reductions and gathers."""
+    """Number of collectives that the rank called meanwhile, including reductions and gathers."""
     reductions: int | None = None
     gathers: int | None = None
     armed_after: int | None = None  # ``armed`` when it was over
@@ -323,8 +323,8 @@ class PassRecord(PlacedRecord):
     to_end: bool = False  # The loop in the source has no way out before its end
     draws: int = 0
     order: int | None = None  # A hash of the draws in their order
-    falls: int = 0  # Draws that are smaller than the one before
-    repeats: int = 0  # Recorded indices that were drawn again
+    falls: int = 0  # Number of draws that are smaller than the one before
+    repeats: int = 0  # Number of recorded indices that were drawn again
     opaque: bool = False  # Its indices are not integers
     hits: tuple[int, ...] = ()  # Recorded indices that were drawn
     rows: tuple[tuple[int | None, ...], ...] = ()
