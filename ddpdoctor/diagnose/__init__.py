@@ -4,4 +4,4 @@ STANDSTILLS = ("DDP401", *(f"DDP{number}" for number in range(802, 816)))
 """Codes of findings from the examination of a hang."""
 
 APART = ("DDP401", "DDP402", "DDP403", "DDP803", "DDP804")
-"""Codes of the causes of differing collectives."""
+"""Codes of findings that explain differing collectives."""

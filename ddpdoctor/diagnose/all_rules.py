@@ -1,4 +1,4 @@
-"""Register every rule of every family in `ddpdoctor.core.finding.RULES` by being imported."""
+"""Import this module to register the rules of all families in `ddpdoctor.core.finding.RULES`."""
 
 import importlib
 import pkgutil
@@ -13,5 +13,5 @@ for _found in pkgutil.walk_packages(diagnose.__path__, f"{diagnose.__name__}."):
         importlib.import_module(_found.name)
 
 plugins.load(plugins.RULES, RULES)
-# Last, since the table also adds to codes that others have.
+# Last, because the table also adds to the codes of other rules.
 register_table()

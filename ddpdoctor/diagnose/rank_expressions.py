@@ -22,7 +22,7 @@ OTHER_RANK = re.compile(
     r"(lora|low|full|matrix|max|min|tensor|num|page|all)_?rank|ranking|ranked|ranker|rank_?(loss|ratio)",
     re.IGNORECASE,
 )
-"""Ranks of matrices and of search results."""
+"""Names of matrix ranks and of ranks in search results."""
 
 _ON_ONE = re.compile(
     r"(?!.*first)(.*rank_?(zero|0)|.*(main|master|chief|primary)(_process|_rank)?_only"
@@ -31,7 +31,7 @@ _ON_ONE = re.compile(
 )
 
 _TRIED_RANKS = range(8)
-"""Ranks for which a condition is evaluated."""
+"""Ranks for which conditions are evaluated."""
 
 _UNKNOWN = object()
 _COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], object]] = {
@@ -55,7 +55,7 @@ class Words:
     """Names of variables, attributes and functions that a file uses for the rank."""
 
     numbers: frozenset[str] = frozenset()
-    """Names of a rank."""
+    """Names that hold a rank."""
     conditions: frozenset[str] = frozenset()
     """Names of conditions that are true on some ranks only."""
 
@@ -63,15 +63,15 @@ class Words:
         return Words(self.numbers | other.numbers, self.conditions | other.conditions)
 
     def know(self, name: str) -> bool:
-        """Return whether a name is one of them, or refers to the rank by itself."""
+        """Return whether a name is one of these, or reads like a rank."""
         return says_rank(name) or name in self.numbers or name in self.conditions
 
 
 def words_of(nodes: Iterable[ast.AST]) -> Words:
-    """Return the names in a file that are set only to a rank or a condition on it, or return it."""
+    """Return the names in a file that are always set to, or return, a rank or a condition on it."""
     given: dict[str, list[ast.expr]] = {}
     for name, value in assignments(nodes):
-        # A first `main = None` says nothing.
+        # An initial `main = None` proves nothing.
         if name and not isinstance(value, ast.Constant):
             given.setdefault(name, []).append(value)
     named = {name: [_words_in(value) for value in values] for name, values in given.items()}
@@ -117,7 +117,7 @@ ASSIGNING = (
 
 
 def assignments(nodes: Iterable[ast.AST]) -> Iterator[tuple[str, ast.expr]]:
-    """Yield names with the values that they are set to, passed as, or return."""
+    """Yield names with the values that are assigned to them, passed for them, or returned."""
     for node in nodes:
         if isinstance(node, ast.Assign):
             for target in node.targets:

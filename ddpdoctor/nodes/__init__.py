@@ -1,1 +1,1 @@
-"""One run on several nodes: how their ddpdoctors find each other, and what they exchange."""
+"""One run on several nodes, whose ddpdoctor processes find each other and exchange records."""

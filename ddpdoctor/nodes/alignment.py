@@ -1,4 +1,4 @@
-"""Rewrite the files of a node in the terms of the head: its clock, and its numbers of attempts."""
+"""Rewrite the files of a node with the head's clock and its numbers of attempts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddpdoctor.run.records.base import JsonObject, json_line
 from ddpdoctor.run.records.typed_json import RANK_RECORDS, SUPERVISOR_RECORDS
 
 _TIMES = ("time", "start", "since", "closed")
-"""Keys of records that hold Unix nanoseconds. Those of the same name that hold a step are small."""
+"""Keys of records that hold Unix nanoseconds, or a step, which is a small number."""
 
 _OF_ATTEMPTS = frozenset(
     kind
@@ -39,7 +39,7 @@ class Sample(NamedTuple):
 
 
 class HeadClock:
-    """Estimates how far the head's clock is ahead, as NTP does, by the fastest of several pings."""
+    """Estimates the lead of the head's clock, as NTP does, from the fastest of several pings."""
 
     MAX_SAMPLES = 64
 
@@ -47,15 +47,15 @@ class HeadClock:
         self._samples: deque[Sample] = deque(maxlen=self.MAX_SAMPLES)
 
     def add(self, sent: int, received: int, now: int) -> None:
-        """Take in a ping's answer. Only ``received`` is by the head's clock."""
+        """Add a ping's answer. Only ``received`` is in the head's time."""
         if now >= sent:
             self._samples.append(Sample(received - (sent + now) // 2, (now - sent) // 2))
 
     @property
     def best(self) -> Sample | None:
-        """The reading with the smallest error. None without one.
+        """The reading with the smallest error. None if there is none.
 
-        A clock that was set meanwhile is followed once the new readings contradict the old ones.
+        If a clock was set, new readings that contradict the old ones replace them.
         """
         best = min(self._samples, key=lambda each: each.error, default=None)
         if best is None:
@@ -79,32 +79,32 @@ class HeadClock:
 
 
 def place_of(identity: bytes) -> str:
-    """Return what follows the namespaces of a node's ranks in the head's run directory."""
+    """Return the suffix for the namespaces of a node's ranks in the head's run directory."""
     return f"@{identity.hex()[:12]}"
 
 
 class Alignment(NamedTuple):
-    """What a node's files need to fit into the head's run directory."""
+    """Converts a node's files for the head's run directory."""
 
     ahead: int  # Nanoseconds by which the head's clock is ahead
     attempts: Mapping[int, int]
     """The numbers of attempts in the head's run directory, by those of the node."""
-    place: str  # Follows the namespace of a pid, which is valid on the node alone
+    place: str  # Suffix of the namespace of a pid, which is valid only on the node
 
     def page(self, raw: bytes, restart: int) -> bytes:
-        """Return a status page of an attempt."""
+        """Convert a status page of an attempt."""
         return status.moved(raw, self.attempts[restart], self.ahead)
 
     def ring(self, raw: bytes) -> bytes:
-        """Return a ring of collectives."""
+        """Convert a ring of collectives."""
         return ring.moved(raw, self.ahead)
 
     def step(self, line: bytes) -> bytes:
-        """Return the line of a step."""
+        """Convert the line of a step."""
         return _START.sub(lambda at: b'"start":%d' % (int(at[1]) + self.ahead), line, count=1)
 
     def record(self, line: bytes) -> bytes | None:
-        """Return the line of another record. None if it is damaged."""
+        """Convert the line of another record. None if it is damaged."""
         found = parsed(line)
         if found is None:
             return None
@@ -120,7 +120,7 @@ class Alignment(NamedTuple):
         return json_line(found)
 
     def document(self, value: Any) -> Any:
-        """Return the evidence of an examination, all of whose large numbers are times."""
+        """Convert the evidence of an examination, in which all large numbers are times."""
         if isinstance(value, dict):
             found = {key: self.document(each) for key, each in value.items()}
             if "rank" in value:

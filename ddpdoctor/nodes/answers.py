@@ -28,7 +28,7 @@ class Answers:
         self._seen: dict[int, hang_examination.Seen] = {}
 
     def answer(self, what: str, arguments: Any) -> Any:
-        """Return the answer as JSON. None if the question is not known."""
+        """Return the answer as JSON. None if the question is unknown."""
         with self._lock:
             if self._reader is None:
                 self._reader = RunReader(self._directory, own=True)

@@ -1,7 +1,7 @@
-"""Ask the other nodes of a run for something: stacks, or the evidence of an examination.
+"""Ask the other nodes of a run for stacks, or for the evidence of an examination.
 
-The exchange of the head listens at a Unix socket in the run directory. It passes a question on and
-writes one line for each node's answer.
+The head's exchange listens on a Unix socket in the run directory. It passes a question on and
+writes a line for each node's answer.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ddpdoctor.stacks.capture import CAPTURE_TIMEOUT, capture
 from ddpdoctor.stacks.frames import stacks_from_record
 
 SOCKET = "nodes.sock"
-MAX_ANSWER = 64 << 20  # Bytes of all answers to one question
+MAX_ANSWER = 64 << 20  # Maximum bytes of all answers to one question
 
 
 class NodeAnswer(NamedTuple):
-    """What one node answered."""
+    """The answer of one node."""
 
     node: int  # Its number in the run directory
     host: str
@@ -39,7 +39,7 @@ class NodeAnswer(NamedTuple):
 def ask(
     directory: Path, what: str, arguments: Mapping[str, Any], seconds: float
 ) -> list[NodeAnswer]:
-    """Ask all nodes to ``examine`` or for ``stacks``. Return the answers that come in time."""
+    """Ask all nodes to ``examine`` or for ``stacks``. Return the answers that arrive in time."""
     path = directory / SOCKET
     if not path.exists() or opening.stranger(directory) is not None:
         return []

@@ -1,6 +1,6 @@
-"""Debuggers across nodes: who holds ranks, and the connections to ranks of other nodes.
+"""Debuggers across nodes: the ranks that they hold, and their connections to other nodes.
 
-Each exchange passes on what it hears from other nodes to the debug gateway beside it, at the
+Each exchange passes on messages from other nodes to its own node's debug gateway, through the
 gateway's control socket. A debugger connects to a port of the head. The head's gateway passes the
 connection on to the exchange, and the exchange of the rank's node connects to the gateway there,
 which serves it like a local debugger.
@@ -35,11 +35,11 @@ from ddpdoctor.run.names import CONTROL, MAX_WORLD_SIZE, debug_socket, short_pat
 from ddpdoctor.run.records.base import Record
 from ddpdoctor.system import peers
 
-WINDOW = 256 << 10  # Bytes of a connection that are sent and not yet delivered
-CHUNK = 64 << 10  # Bytes of a message
-MAX_STREAMS = 64  # Connections with one node
-MAX_RANKS = 256  # Ranks of one node
-MAX_INPUT = 1 << 20  # Bytes of a line of the gateway
+WINDOW = 256 << 10  # Maximum bytes of a connection that are sent and not yet delivered
+CHUNK = 64 << 10  # Maximum bytes of a message
+MAX_STREAMS = 64  # Maximum number of connections with one node
+MAX_RANKS = 256  # Maximum number of ranks of one node
+MAX_INPUT = 1 << 20  # Maximum bytes of a line from the gateway
 RETRY_EVERY = 0.5  # Seconds between two attempts to reach the gateway
 
 HEAD = 0  # The number of the head on the other nodes
@@ -49,21 +49,21 @@ Send = Callable[[Record, bytes], bool]
 
 @dataclass
 class _Stream:
-    """One connection, of which the other end is on another node."""
+    """A connection whose other end is on another node."""
 
     node: int
     number: int
     connection: socket.socket
     sent: int = 0
-    taken: int = 0  # Of the bytes sent, those that the other end has delivered
+    taken: int = 0  # Number of sent bytes that the other end has delivered
     received: int = 0
-    announced: int = 0  # Of the bytes received and delivered, those that the other end knows of
+    announced: int = 0  # Number of delivered bytes that were reported to the other end
     pending: bytearray = field(default_factory=bytearray)  # Received and not yet delivered
-    closing: bool = False  # The other end is closed
+    closing: bool = False  # Whether the other end is closed
 
     @property
     def room(self) -> int:
-        """Bytes that may be sent now."""
+        """Number of bytes that may be sent now."""
         return 0 if self.closing else min(CHUNK, WINDOW - (self.sent - self.taken))
 
 
@@ -74,8 +74,8 @@ class _Node:
     host: str
     send: Send
     linked: bool = True
-    held: bool = False  # A debugger holds ranks there
-    announced: bool | None = None  # What was sent to it last about the other nodes
+    held: bool = False  # Whether a debugger holds ranks there
+    announced: bool | None = None  # The state of the other nodes that was last sent to it
     ranks: tuple[DebugRank, ...] = ()
 
 
@@ -83,7 +83,7 @@ class DebugRelay:
     """Connects the debug gateway of this node with those of other nodes.
 
     ``admits`` lets debuggers of the head attach to ranks of this node (``--debug-nodes``).
-    Otherwise whoever poses as the head could run code here.
+    Otherwise anyone who poses as the head could run code here.
     """
 
     def __init__(self, directory: Path, *, admits: bool) -> None:
@@ -95,7 +95,7 @@ class DebugRelay:
         self._gateway: socket.socket | None = None
         self._input = b""
         self._due = 0.0
-        self._held = False  # A debugger holds ranks of this node
+        self._held = False  # Whether a debugger holds ranks of this node
         self._announced = False  # Whether the gateway knows that ranks of other nodes are held
         self._ranks: tuple[DebugRank, ...] = ()
 
@@ -109,7 +109,7 @@ class DebugRelay:
                 poller.register(stream.connection, wanted)
 
     def turn(self) -> None:
-        """Read and write what is possible now."""
+        """Read and write without waiting."""
         if self._gateway is None and self._nodes and time.monotonic() >= self._due:
             self._due = time.monotonic() + RETRY_EVERY
             self._connect()
@@ -128,7 +128,7 @@ class DebugRelay:
     # -- other nodes
 
     def joined(self, node: int, host: str, send: Send) -> None:
-        """Take in that the link to a node stands, also again after it was lost."""
+        """Note that the link to a node is up, perhaps again after it was lost."""
         self._drop_all(node)
         before = self._nodes.get(node)
         self._nodes[node] = _Node(host, send)
@@ -140,7 +140,7 @@ class DebugRelay:
             self._tell_of(node)
 
     def gone(self, node: int, why: str) -> None:
-        """Take in that a node cannot be reached any more. ``why`` is for people."""
+        """Note that a node can no longer be reached. ``why`` is shown to the user."""
         found = self._nodes.get(node)
         if found is not None and found.linked:
             found.linked = False
@@ -149,7 +149,7 @@ class DebugRelay:
                 self._say("node", node=node, host=found.host, lost=why, ranks=[])
 
     def take(self, node: int, message: ForDebuggers, blob: bytes) -> None:
-        """Handle a message of a node."""
+        """Handle a message from a node."""
         found = self._nodes.get(node)
         if found is None:
             return
@@ -238,7 +238,7 @@ class DebugRelay:
         self._tell_head()
 
     def _heed(self, found: Mapping[str, Any]) -> None:
-        """Handle a message of the gateway."""
+        """Handle a message from the gateway."""
         if found.get("do") == "held":
             self._held = found.get("held") is True
         elif found.get("do") == "ranks":
@@ -251,7 +251,8 @@ class DebugRelay:
     def open(self, connection: socket.socket, question: Mapping[str, Any], data: bytes) -> None:
         """Connect a debugger of this node to a rank of another one, and take over the connection.
 
-        The question holds ``node`` and ``index`` of the port there. ``data`` are the first bytes.
+        The question holds the ``node``, and the ``index`` of the port there. ``data`` holds the
+        first bytes.
         """
         number = integer(question, "node")
         node = self._nodes.get(number)
@@ -302,7 +303,7 @@ class DebugRelay:
         self._pump(stream)
 
     def _pump(self, stream: _Stream) -> None:
-        """Deliver what has come, and send what the local end has written."""
+        """Deliver received bytes, and send those from the local end."""
         try:
             while stream.pending:
                 del stream.pending[: stream.connection.send(stream.pending)]

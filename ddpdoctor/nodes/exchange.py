@@ -1,9 +1,9 @@
-"""The process that links one node's run to the others, beside the supervisor.
+"""The supervisor's helper process that links one node's run to the others.
 
-The supervisor starts it once ranks may live on other nodes, so that jobs on one node pay nothing.
-It talks to the supervisor in lines of JSON. Everything else goes through the run directory: on the
-head this process writes the other nodes' files there, elsewhere it reads them. If it fails, the run
-goes on, and each node is judged alone.
+The supervisor starts it once ranks may be on other nodes, so that jobs on one node pay nothing. It
+talks to the supervisor in lines of JSON. Everything else goes through the run directory: on the
+head this process writes the other nodes' files there, and elsewhere it reads them. If it fails, the
+run continues, and each node is judged alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ddpdoctor.run.records.supervisor import HeadRecord
 from ddpdoctor.run.records.typed_json import decoder, required
 
 LOOK_EVERY = 0.5  # Seconds between two reads of the job's store
-END_TIMEOUT = 3.0  # Seconds in which the last records are sent
+END_TIMEOUT = 3.0  # Seconds to send the last records
 FAILED_TIMEOUT = 8.0  # The same if the job has failed, perhaps because the head ended
 LEAVE_TIMEOUT = 4.0  # Seconds for which the head waits for the last records of other nodes
 MAX_FAILURES = 20
@@ -40,12 +40,12 @@ LOG = "nodes.log"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt(Part):
-    """What the supervisor knows of an attempt, in a line to this process."""
+    """The supervisor's knowledge of an attempt, in a line to this process."""
 
     restart: int
     world_size: int
-    time: int  # When its first rank joined the process group. 0 before that.
-    leads: bool  # Rank 0 is on this node
+    time: int  # Time at which its first rank joined the process group. 0 before that.
+    leads: bool  # Whether rank 0 is on this node
     store: StoreRecord
 
 
@@ -53,11 +53,11 @@ class Attempt(Part):
 class State(Part):
     """The state of the link, in a line to the supervisor."""
 
-    head: bool = False  # This node is the head
-    linked: bool = False  # The head judges this node's ranks
+    head: bool = False  # Whether this node is the head
+    linked: bool = False  # Whether the head judges this node's ranks
     host: str = ""  # The head's host
     directory: str = ""  # The head's run directory
-    hangs: bool = False  # The head has ended its part of the job, which hangs
+    hangs: bool = False  # Whether the head has ended its part of the job, which hangs
 
 
 class Exchange:
@@ -65,8 +65,8 @@ class Exchange:
 
     Args:
         directory: The run directory.
-        journal_bytes: Maximum bytes of the journal of a rank.
-        launcher: Process id of the job's command.
+        journal_bytes: Maximum size of a rank's journal in bytes.
+        launcher: The pid of the job's command.
         debug_nodes: Let debuggers of the head attach to ranks of this node.
     """
 
@@ -134,7 +134,7 @@ class Exchange:
         self._due = 0.0
 
     def _tell(self) -> None:
-        """Tell the supervisor how the link is, and record it."""
+        """Send the state of the link to the supervisor, and record it."""
         head = self._member.head if self._member is not None else None
         state = State(
             head=self._head is not None,
@@ -167,12 +167,12 @@ class Exchange:
         return self._member is not None and self._member.head is not None
 
     def _meet(self) -> None:
-        """Publish where the head is, or look for it."""
+        """Publish the head's address, or look for it."""
         attempt = self._attempt
         if attempt is None or time.monotonic() < self._due:
             return
         self._due = time.monotonic() + LOOK_EVERY
-        # Without the round: each torchrun counts restarts by itself.
+        # The key lacks the round, because each torchrun counts restarts by itself.
         key = f"ddpdoctor/{attempt.store.job}"
         invitation = self._head.invitation if self._head is not None else None
         if invitation is None and attempt.leads and self._is_linked and self._member is not None:
@@ -190,7 +190,7 @@ class Exchange:
     # -- the loop
 
     def turn(self, seconds: float) -> None:
-        """Wait for something to do, and do it."""
+        """Wait for events, and handle them."""
         poller = zmq.Poller()
         if not self.ended:
             poller.register(0, zmq.POLLIN)

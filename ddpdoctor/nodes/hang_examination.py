@@ -1,6 +1,6 @@
 """Examine ranks that may be stuck, from outside: stacks, rings, activity and Flight Recorders.
 
-An examination runs in its own thread and takes a few seconds at most, whatever the ranks do.
+An examination runs in its own thread and takes at most a few seconds, whatever the ranks do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ddpdoctor.system import process_activity
 from ddpdoctor.system.proc import pause
 from ddpdoctor.system.process_activity import CpuTimes, read_cpu_times
 
-COMPARED_SECONDS = 1.0  # Seconds over which CPU time and bytes are compared
+COMPARED_SECONDS = 1.0  # Seconds between two readings of CPU time and bytes
 
 STACKS_TIMEOUT = 3.0
 """Seconds to wait for stacks, and, `COMPARED_SECONDS` later, for the Flight Recorders' answers."""
@@ -47,7 +47,7 @@ STACKS_TIMEOUT = 3.0
 MAX_CALLS = 24  # Number of collectives of a ring to keep
 
 PHASES = ("data", "forward", "backward", "optimizer")
-"""Phases whose lines are kept. They describe the work of a GPU."""
+"""Phases whose lines are kept, because they describe the work of a GPU."""
 
 MAX_FRAMES = 48  # Number of innermost frames of a main thread to keep
 
@@ -60,7 +60,7 @@ MAX_SUSPECTS = 16  # Maximum ranks whose stacks are captured twice, to tell a lo
 
 
 class Seen(NamedTuple):
-    """A process when it was sampled last."""
+    """The last sample of a process."""
 
     pid: int
     when: float  # Monotonic seconds
@@ -82,16 +82,16 @@ def examine(
         run: A snapshot of the run.
         number: The number of the examination, which the answers of Flight Recorders name.
         waiting: Ranks that are in a collective and only wait.
-        before: The evidence of the examination before this one.
-        seen: The processes of the ranks as they were then. On return, as they are now.
-        launcher: The process of the job's command.
-        lost: For how many seconds of its silence each rank had no core.
+        before: The evidence of the previous examination.
+        seen: The samples of the ranks' processes then. Updated to the current ones.
+        launcher: The pid of the job's command.
+        lost: The seconds of its silence in which each rank had no core.
     """
     here = namespace()
     local = [rank for rank in run.last if rank.opened.namespace in (None, here)]
     looked = _look(run, local, waiting, launcher)
     found = {rank.rank: _of_rank(run, rank) for rank in run.last}
-    # Ranks that answered late for want of a core are given as much time again.
+    # Ranks that answered late because they lacked a core get the same time again.
     least = time.monotonic() - STACKS_TIMEOUT / 2
     deadline = max(looked.began + COMPARED_SECONDS, least) + STACKS_TIMEOUT
     asked = [rank for rank in local if rank.exit is None]
@@ -111,7 +111,7 @@ def examine(
         known = before.get(rank_number)
         shown = _shortened(stacks)
         if not stacks.threads and known is not None and known.since == each.since and known.stacks:
-            # The rank has not moved, so that its stack of then is the one of now.
+            # The rank has not moved, so its earlier stack is still valid.
             shown = replace(shown, threads=known.stacks.threads)
         later = looked.later.get(rank_number)
         found[rank_number] = replace(
@@ -129,12 +129,12 @@ def of_other_nodes(run: Run, number: int) -> Callable[[], dict[int, RankEvidence
     """Ask the other nodes for the evidence about their ranks.
 
     Returns:
-        A function that waits for it, and returns it by rank.
+        A function that waits for the evidence, and returns it by rank.
     """
     found: dict[int, RankEvidence] = {}
 
     def ask() -> None:
-        # A node needs the same time as this one, and the link some more.
+        # A node needs as long as this one, and the link takes more time.
         seconds = COMPARED_SECONDS + 3 * STACKS_TIMEOUT
         for answer in asking.ask(run.path, "examine", {"number": number}, seconds):
             for each in answer.found if isinstance(answer.found, list) else ():
@@ -161,7 +161,7 @@ def _watch(
     launcher: int | None,
     lost: Mapping[int, float],
 ) -> None:
-    """Add what the processes did since they were looked at, and whether that repeats."""
+    """Add the activity of the processes since they were sampled, and whether it repeats."""
     now = time.monotonic()
     works = process_activity.works(
         looked.launcher, read_cpu_times(launcher or 0), now - looked.began
@@ -174,7 +174,7 @@ def _watch(
             activity = process_activity.compared(
                 looked.samples[rank_number], after, now - looked.began
             )
-            # What it did before it last moved shows no life in its silence.
+            # Activity before the rank last moved is not activity in its silence.
             silent = known is not None and known.since == each.since
             last = seen.get(rank_number) if silent else None
             activity = _since(activity, last, each.pid, after, now)
@@ -190,7 +190,7 @@ def _watch(
 
 
 class _Looked(NamedTuple):
-    """What was seen of the processes, by rank."""
+    """Observations of the processes, by rank."""
 
     began: float
     launcher: CpuTimes
@@ -203,7 +203,7 @@ class _Looked(NamedTuple):
 def _look(
     run: Run, local: Iterable[Rank], waiting: Collection[int], launcher: int | None
 ) -> _Looked:
-    """Watch the processes of the ranks of this host, for a second and more."""
+    """Watch the processes of this host's ranks for at least a second."""
     began = time.monotonic()
     samples = {
         rank.rank: process_activity.sample(rank.status.pid)
@@ -214,10 +214,10 @@ def _look(
     stacks = {each.rank: each for each in capture(run, patience=STACKS_TIMEOUT)}
     for each in stacks.values():
         if each.state.letter:
-            # A process that is not yet a rank. On another host the same pid is another process.
+            # This process is not yet a rank. On another host its pid belongs to another process.
             samples.setdefault(each.rank, process_activity.sample(each.pid))
     pause(max(0.0, began + COMPARED_SECONDS - time.monotonic()))
-    # A rank that did not answer a moment ago would cost the timeout once more.
+    # A rank that has just not answered would cost the timeout once more.
     answered = [rank for rank, each in stacks.items() if each.threads and not each.note]
     suspects = [rank for rank in answered if rank not in waiting and not stacks[rank].gil_held]
     workers = {rank: _workers(stacks[rank]) for rank in answered}
@@ -228,7 +228,7 @@ def _look(
 def look_again(
     run: Run, evidence: MutableMapping[int, RankEvidence], seen: dict[int, Seen]
 ) -> None:
-    """Update evidence and processes with a new snapshot, without asking the ranks for anything."""
+    """Update evidence and processes with a new snapshot, without sending requests to ranks."""
     for rank in run.last:
         if rank.rank in evidence:
             evidence[rank.rank] = _of_rank(run, rank, evidence[rank.rank])
@@ -239,7 +239,7 @@ def look_again(
         seconds = max(now - before.when, 0.001)
         activity = process_activity.compared(before.sample, after, seconds)
         activity = _since(activity, before, before.pid, after, now)
-        # It was asked for nothing meanwhile.
+        # The rank got no request meanwhile, so all writes are its own.
         wrote = max(0, after.written - before.sample.written)
         activity = replace(activity, wrote=wrote)
         evidence[number] = replace(evidence[number], activity=activity)
@@ -253,7 +253,7 @@ def _since(
     after: process_activity.Sample,
     now: float,
 ) -> ProcessActivity:
-    """Add what the main threads of a process and its children did since the examination before."""
+    """Add the activity of the main threads of a process and its children since ``before``."""
     if before is None or before.pid != pid or now <= before.when:
         return activity
     own, below = process_activity.main_cpu(before.sample, after, pid)
@@ -266,7 +266,7 @@ def _since(
 
 
 def _workers(stacks: RankStacks) -> list[RankStacks]:
-    """Return what py-spy, if installed, sees of the loader workers that a rank waits for."""
+    """Return py-spy's stacks of the loader workers that a rank waits for, if it is installed."""
     main = stacks.main
     waits = main is not None and any(
         "torch/utils/data/dataloader.py" in frame.path and "get_data" in frame.function
@@ -283,7 +283,7 @@ def _workers(stacks: RankStacks) -> list[RankStacks]:
 
 
 def _twice(workers: list[RankStacks]) -> tuple[tuple[RankStacks, ...], ...]:
-    """Pair the stacks of workers with those of now."""
+    """Pair the stacks of workers with their current ones."""
     blank = [replace(each, threads=()) for each in workers]
     now = capture_module.read_silent(blank, STACKS_TIMEOUT) if blank else []
     return tuple(
@@ -297,9 +297,9 @@ def add_native(
     ranks: Collection[int],
     known: dict[int, RankStacks],
 ) -> None:
-    """Add native frames to the stacks of some ranks. Each is held for a second or two.
+    """Add native frames to the stacks of some ranks. Each rank is paused for a second or two.
 
-    A rank that has not moved since its ``known`` stack was taken is not held again.
+    A rank that has not moved since its ``known`` stack was captured is not paused again.
     """
     stacked = []
     for number, each in evidence.items():
@@ -320,7 +320,7 @@ def _of_rank(run: Run, rank: Rank, known: RankEvidence | None = None) -> RankEvi
     """Read the status page and the ring of a rank into its evidence."""
     found = known or RankEvidence(rank=rank.rank, restart=rank.restart)
     status = rank.status
-    # As it is now: the snapshot is some seconds old.
+    # Read the page again, because the snapshot is some seconds old.
     with contextlib.suppress(OSError, UnreadableError):
         status = read_status(str(run.path / f"{rank_stem(rank.rank, rank.restart)}.status"))
     now = time.time_ns()
@@ -354,7 +354,7 @@ def _of_rank(run: Run, rank: Rank, known: RankEvidence | None = None) -> RankEvi
 
 
 def _shortened(stacks: RankStacks, threads: int = MAX_THREADS) -> RankStacks:
-    """Return stacks with the frames that matter."""
+    """Return stacks with only the frames that matter."""
     main = stacks.main
     kept = [replace(main, frames=main.frames[-MAX_FRAMES:])] if main is not None else []
     others = [thread for thread in stacks.threads if thread is not main]
@@ -368,9 +368,9 @@ def _shortened(stacks: RankStacks, threads: int = MAX_THREADS) -> RankStacks:
 # -- Flight Recorders
 
 CALLS_BEFORE, CALLS_AFTER = 24, 8
-"""Calls of a group that are kept before and after the first one that some rank has not done."""
+"""Number of a group's calls to keep before and after the first one that is not done everywhere."""
 
-NEWEST_ENTRIES = 24  # Calls of a group that are kept in any case
+NEWEST_ENTRIES = 24  # Number of newest calls of a group to keep in any case
 
 _NO_ANSWER = FlightAnswer(trouble="did not answer")
 
@@ -398,15 +398,15 @@ def flights(
 
 
 def around(recorded: Mapping[int, Sequence[FlightCall]]) -> dict[int, tuple[FlightCall, ...]]:
-    """Keep the newest calls of each group and those around the first that some rank has not done.
+    """Keep each group's newest calls, and those around the first that is not done everywhere.
 
-    A rank that skipped a call goes on as far as its device's queue reaches, for dozens of calls.
-    Its newest calls may be unknown to the others.
+    A rank that skipped a call continues for dozens of calls, until its device's queue is full. The
+    other ranks may not have reached its newest calls.
     """
     groups: dict[int, dict[tuple[str, str], list[FlightCall]]] = {}
     first: dict[tuple[str, str], int] = {}
     for rank, entries in recorded.items():
-        # Each backend of a group counts its own calls.
+        # Each backend of a group numbers its own calls.
         by_numbering = groups.setdefault(rank, defaultdict(list))
         for each in entries:
             if not each.point_to_point:

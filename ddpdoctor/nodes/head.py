@@ -54,19 +54,19 @@ from ddpdoctor.run.records.supervisor import NodeRecord
 SILENT_TIMEOUT = 10.0  # Seconds without a message after which a node is lost
 MAX_NODES = 4096
 MAX_ADDRESSES = 16
-MAX_QUESTION = 64 << 10  # Bytes of a question
+MAX_QUESTION = 64 << 10  # Maximum bytes of a question
 MAX_ASKERS = 16  # Maximum number of processes that wait for answers
 SAME_ATTEMPT_NS = 300 * 10**9
 """Maximum nanoseconds between the starts of an attempt on two nodes."""
 
 JOURNAL = "nodes.jsonl"
 _REQUESTS = {EXAMINATION: 8, PROFILE: 8, SUSPICION: 256}
-"""The files by which the supervisor asks the ranks for something, and their sizes."""
+"""The files with which the supervisor sends requests to the ranks, and their sizes."""
 
 
 @record(frozen=True, slots=True, kw_only=True)
 class Invitation(Part):
-    """What the other nodes need to find the head."""
+    """The head's address and secret, with which the other nodes find it."""
 
     host: str
     addresses: tuple[str, ...]
@@ -126,8 +126,8 @@ class Head:
     The job's ranks reach this node under the ``preferred`` host.
 
     Raises:
-        OSError: The run directory cannot be used.
-        zmq.ZMQError: No port is free.
+        OSError: If the run directory cannot be used.
+        zmq.ZMQError: If no port is free.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Head:
         self._peers: dict[bytes, _Peer] = {}
         self._own: dict[int, Began] = {}
         self._numbered: dict[int, tuple[int, int]] = {}
-        """World size and begin of the attempts without a rank of this node, by number."""
+        """World size and start of the attempts without a rank of this node, by number."""
         self._waiting: list[tuple[_Peer, Began, float]] = []
         self._requested: dict[str, bytes] = {}
         self._askers: list[_Asker] = []
@@ -153,7 +153,7 @@ class Head:
         try:
             port = self._socket.bind_to_random_port("tcp://*")
         except zmq.ZMQError:
-            # A machine without IPv6.
+            # The machine has no IPv6.
             self._socket.ipv6 = False
             port = self._socket.bind_to_random_port("tcp://*")
         self.invitation = Invitation(
@@ -187,14 +187,14 @@ class Head:
 
     @property
     def doubts(self) -> bool:
-        """Whether a node may be lost: it has missed two pings, and it is not sure yet."""
+        """Whether a node may be lost: it has missed two pings, but is not counted as lost yet."""
         now = time.monotonic()
         return any(now - each.heard > SILENT_TIMEOUT / 4 for each in self._linked())
 
     # -- messages
 
     def receive(self) -> None:
-        """Handle all messages that have come."""
+        """Handle all messages that have arrived."""
         for _ in range(1024):
             try:
                 identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
@@ -283,7 +283,7 @@ class Head:
         self._send(peer, Taken(number=peer.taken))
 
     def _send(self, peer: _Peer, message: Record, blob: bytes = b"") -> bool:
-        """Send a message, and return whether it could be sent."""
+        """Send a message. Return whether it could be sent."""
         try:
             self._socket.send_multipart([peer.identity, *link.packed(message, blob)], zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -309,7 +309,7 @@ class Head:
     # -- attempts
 
     def _number(self) -> None:
-        """Give the attempts of nodes the numbers that they have here."""
+        """Number the attempts of nodes as in this run directory."""
         left = []
         for peer, began, until in self._waiting:
             attempt = self._attempt_of(began, final=time.monotonic() >= until)
@@ -367,7 +367,7 @@ class Head:
         yield from (each for each in self._peers.values() if not (each.left or each.lost))
 
     def accept(self) -> None:
-        """Handle the processes of this node that ask something."""
+        """Handle the processes of this node that ask questions."""
         with contextlib.suppress(BlockingIOError):
             while len(self._askers) < MAX_ASKERS:
                 connection, _ = self._listener.accept()
@@ -436,7 +436,7 @@ class Head:
             self._send(peer, EndHang())
 
     def close(self, *, killed: bool = False) -> None:
-        """Tell all nodes that the job has ended here, or ddpdoctor, and close everything."""
+        """Tell all nodes that the job or ddpdoctor has ended here, and close everything."""
         for peer in self._linked():
             self._send(peer, Over(killed=killed))
         for asker in list(self._askers):
@@ -452,5 +452,5 @@ class Head:
 
 
 def invitation_line(invitation: Invitation) -> bytes:
-    """Return what is put into the job's store."""
+    """Return the value to put into the job's store."""
     return dumped(as_json(invitation))

@@ -1,10 +1,10 @@
 """Encrypted messages between ddpdoctor's processes on several nodes.
 
 ZeroMQ carries them. It reconnects, bounds its queues and notices dead peers. Both ends derive their
-CURVE keys from a secret that they share. The handshake refuses whoever does not know it.
+CURVE keys from a shared secret. The handshake refuses peers that do not know it.
 
-A message is a record, declared like those of a journal, and a blob of bytes. What a peer sends is
-read by the decoder of the records alone.
+A message is a record, declared like those of a journal, and a blob of bytes. Only the decoder of
+the records reads the data of a peer.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import zmq.utils.z85 as z85
 from ddpdoctor.run.records.base import Record, as_json
 from ddpdoctor.run.records.typed_json import parse
 
-MAX_MESSAGE = 8 << 20  # Bytes of a message on the wire
-MAX_BLOB = 64 << 20  # Bytes of a blob after decompression
+MAX_MESSAGE = 8 << 20  # Maximum bytes of a message on the wire
+MAX_BLOB = 64 << 20  # Maximum bytes of a blob after decompression
 
-MAX_WAITING = 256  # Messages that wait for one peer. With more, sending fails.
+MAX_WAITING = 256  # Maximum number of messages waiting for one peer. Then sending fails.
 
 HANDSHAKE_MS = 10_000
-"""Milliseconds after which a connection that has not proved the secret is closed."""
+"""Milliseconds after which a connection without proof of the secret is closed."""
 
-HEARTBEAT_MS = 3_000  # Milliseconds between two signs of life of a connection
+HEARTBEAT_MS = 3_000  # Milliseconds between two heartbeats of a connection
 
 DEAD_MS = 20_000
-"""Milliseconds without one after which a connection is closed. A busy machine may be late."""
+"""Milliseconds without a heartbeat until a connection is closed. A busy machine may be late."""
 
 _SERVER, _CLIENT = b"server", b"client"
 
@@ -61,7 +61,7 @@ class _OnlyClient:
 
 
 def authenticate(context: zmq.Context[Any], secret: str) -> zmq.auth.thread.ThreadAuthenticator:
-    """Start to refuse clients without the secret. Stop the returned thread at the end."""
+    """Start to refuse clients without the secret. The caller has to stop the returned thread."""
     authenticator = zmq.auth.thread.ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback("*", _OnlyClient(secret))
@@ -69,19 +69,19 @@ def authenticate(context: zmq.Context[Any], secret: str) -> zmq.auth.thread.Thre
 
 
 def make_server(socket: zmq.Socket[Any], secret: str) -> None:
-    """Prepare a ROUTER socket that accepts clients which know the secret.
+    """Prepare a ROUTER socket that accepts only clients with the secret.
 
-    The socket's context needs :func:`authenticate`, before the socket is bound.
+    Call :func:`authenticate` for its context before you bind it.
     """
     _prepare(socket, _keys(secret, _SERVER))
     socket.curve_server = True
-    # A node that connects again takes the place of its lost connection.
+    # The new connection of a node that reconnects replaces the lost one.
     socket.router_handover = True
     socket.router_mandatory = True
 
 
 def make_client(socket: zmq.Socket[Any], secret: str, identity: bytes) -> None:
-    """Prepare a DEALER socket for a server that knows the secret."""
+    """Prepare a DEALER socket for a server with the secret."""
     _prepare(socket, _keys(secret, _CLIENT))
     socket.curve_serverkey = _keys(secret, _SERVER).public
     socket.routing_id = identity
@@ -100,7 +100,7 @@ def _prepare(socket: zmq.Socket[Any], keys: _Keys) -> None:
 
 
 def endpoint(address: str, port: int | str) -> str:
-    """Return ZeroMQ's name of an address, such as ``tcp://[::1]:29400``."""
+    """Return ZeroMQ's name for an address, such as ``tcp://[::1]:29400``."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 

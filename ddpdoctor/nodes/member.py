@@ -47,13 +47,13 @@ from ddpdoctor.run.records.base import Record
 
 SHIP_EVERY = 1.0  # Seconds between two messages with files
 PING_EVERY = 1.0
-FIRST_PINGS = 8  # Pings in quick succession, after which the clock is known
+FIRST_PINGS = 8  # Number of pings in quick succession, to estimate the clock
 MAX_PENDING = 4  # Maximum number of messages with files that the head has not confirmed
 LOST_TIMEOUT = 15.0  # Seconds without a message after which the head is lost
 CONNECT_TIMEOUT = 1.5  # Seconds to try one address of the head
 WELCOME_TIMEOUT = 20.0  # Seconds for the head to accept a connection
 MAX_QUESTIONS = 8  # Maximum number of questions that are answered at the same time
-SMALL_CHANGE_NS = 1_000_000  # Changes of the clock's estimate that are not worth a message
+SMALL_CHANGE_NS = 1_000_000  # Maximum change of the clock's estimate that is not sent
 
 
 class Member:
@@ -80,15 +80,15 @@ class Member:
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket: zmq.Socket[Any] | None = None
         self.invitation: Invitation | None = None
-        """Where the head is, once that is known."""
+        """The head's address, once it is known."""
         self._tried: deque[str] = deque()
         self._since = 0.0
         self._heard = 0.0
-        self._refused = False  # The head has another version of the messages
+        self._refused = False  # Whether the head has another version of the messages
         self.head: Welcome | None = None
-        """The head, while the link to it stands."""
-        self.over = False  # The job has ended on the head
-        self.hangs = False  # The head has ended its part of the job, which hangs
+        """The head, while the link to it is up."""
+        self.over = False  # Whether the job has ended on the head
+        self.hangs = False  # Whether the head has ended its part of the job, which hangs
         self._clock = HeadClock()
         self._announced: Clock | None = None
         self._pinged = 0.0
@@ -99,7 +99,7 @@ class Member:
         self._due = 0.0
         self._number = 0
         self._pending: deque[tuple[int, list[bytes]]] = deque()
-        self._working = 0  # Questions that are not answered yet
+        self._working = 0  # Number of unanswered questions
         self._answers: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self._awake, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -157,7 +157,7 @@ class Member:
     # -- messages
 
     def receive(self) -> None:
-        """Handle all messages that have come."""
+        """Handle all messages that have arrived."""
         with contextlib.suppress(BlockingIOError):
             os.read(self._awake, 4096)
         for _ in range(1024):
@@ -181,7 +181,7 @@ class Member:
             self.head = message
             self._taken(message.taken)
             self._asked = set(self._attempts)
-            # The head has not seen these: the connection was lost.
+            # The connection was lost before the head saw these messages.
             for _, frames in self._pending:
                 self._send_frames(frames)
             self._announced = None
@@ -216,7 +216,7 @@ class Member:
             self._pending.popleft()
 
     def _request(self, name: str, content: bytes) -> None:
-        """Pass a request of the head on to the ranks."""
+        """Pass a request from the head on to the ranks."""
         if name not in (EXAMINATION, PROFILE, SUSPICION):
             return
         if name == SUSPICION:
@@ -288,7 +288,7 @@ class Member:
 
     @property
     def alignment(self) -> Alignment | None:
-        """What this node's files need to fit into the head's run directory."""
+        """The conversion of this node's files for the head's run directory. None if unknown."""
         if self._announced is None:
             return None
         return Alignment(self._announced.ahead, self._attempts, place_of(self._identity))
@@ -317,13 +317,13 @@ class Member:
 
     @property
     def seconds_to_wait(self) -> float:
-        """Seconds until something is due."""
+        """Seconds until a task is due."""
         return 0.02 if self.head is not None and len(self._clock) < FIRST_PINGS else 0.25
 
     # -- the end
 
     def finish(self, status: int | None, seconds: float) -> None:
-        """Send what is left once the job's command has ended, unless the head takes too long."""
+        """Send the rest once the job's command has ended, unless the head takes too long."""
         deadline = time.monotonic() + seconds
         self._shipment.ended = True
         self._shipment.hurry()

@@ -15,19 +15,19 @@ PROTOCOL = 1  # Version of the messages. Nodes with different ones do not exchan
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello(Record):
-    """A node introduces itself, also after each reconnection."""
+    """A node introduces itself, again after each reconnection."""
 
     kind = "hello"
 
     protocol: int
     host: str
     directory: str = ""  # Its run directory
-    version: str = ""  # Of ddpdoctor
+    version: str = ""  # Its version of ddpdoctor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ping(Record):
-    """A node reads the head's clock. It also shows that the node lives."""
+    """A node reads the head's clock, and shows that it is alive."""
 
     kind = "ping"
 
@@ -47,7 +47,7 @@ class Began(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clock(Record):
-    """How far the head's clock is ahead of the node's, in nanoseconds."""
+    """The lead of the head's clock over the node's, in nanoseconds."""
 
     kind = "clock"
 
@@ -61,12 +61,12 @@ class Piece(Part):
 
     name: str
     size: int
-    append: bool = False  # The bytes follow those sent before. Otherwise they replace the file.
+    append: bool = False  # Whether the bytes follow those sent before, not replace the file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Files(Record):
-    """New contents of files. They follow each other in the blob."""
+    """New contents of files, one after the other in the blob."""
 
     kind = "files"
 
@@ -104,7 +104,7 @@ class Welcome(Record):
     protocol: int
     host: str
     directory: str  # The run directory that holds the records of all nodes
-    taken: int = 0  # Number of the last `Files` that it has taken from this node
+    taken: int = 0  # Number of the last `Files` that it has received from this node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +138,7 @@ class Taken(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request(Record):
-    """A request of the head's supervisor to all ranks. The blob is the new content of its file."""
+    """A request from the head's supervisor to all ranks. The blob is its file's new content."""
 
     kind = "request"
 
@@ -164,11 +164,11 @@ class EndHang(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Over(Record):
-    """The head takes no more records."""
+    """The head accepts no more records."""
 
     kind = "over"
 
-    killed: bool = False  # Its ddpdoctor was killed. Otherwise the job has ended there.
+    killed: bool = False  # Whether its ddpdoctor was killed. Otherwise the job has ended there.
 
 
 # -- debuggers, in both directions
@@ -187,7 +187,7 @@ class Held(Record):
 class DebugRank(Part):
     """A rank to which a debugger can be attached."""
 
-    index: int  # Of its port on the node
+    index: int  # Index of its port on the node
     rank: int
     pid: int
 
@@ -218,12 +218,12 @@ class StreamData(Record):
     kind = "stream_data"
 
     number: int
-    at: int  # Bytes sent before
+    at: int  # Number of bytes sent before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamTaken(Record):
-    """All bytes up to here are delivered, so that more may be sent."""
+    """All bytes up to this position are delivered, so more may be sent."""
 
     kind = "stream_taken"
 
@@ -233,7 +233,7 @@ class StreamTaken(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamClosed(Record):
-    """A connection is closed. Nothing follows."""
+    """A connection is closed. No bytes follow."""
 
     kind = "stream_closed"
 

@@ -1,7 +1,7 @@
 """Write the files of other nodes into the run directory of the head.
 
-A node may send what it likes: names are checked, sizes are bounded, and a node writes only its own
-files. What the files hold is judged where all files are read, by the decoder of the records.
+A node may send anything. So names are checked, sizes are bounded, and a node can only write its own
+files. Their content is checked when it is read, by the decoder of the records.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ddpdoctor.run.ring import SIZE as RING_SIZE
 from ddpdoctor.run.rundir import STDERR
 from ddpdoctor.run.status import PAGE_SIZE
 
-MAX_PROCESSES = 128  # Journals of failed processes, and of loaders' workers, that a node may have
-MAX_NODE_FILES = 16  # Other files of a node
+MAX_PROCESSES = 128  # Maximum number of journals of a node's failed processes and loader workers
+MAX_NODE_FILES = 16  # Maximum number of other files of a node
 
 _SIZES = {"status": PAGE_SIZE, "collectives": RING_SIZE, "fault": opening.MOST_TEXT}
 
@@ -45,8 +45,8 @@ class Mirror:
         """Write the parts of files that a node sent one after the other.
 
         Raises:
-            RefusedError: A name, a size or an owner is wrong. All other pieces are written.
-            OSError: The disk refuses it.
+            RefusedError: If a name, a size or an owner is wrong. All other pieces are written.
+            OSError: If a file cannot be written.
         """
         at = 0
         refused: RefusedError | None = None
@@ -85,7 +85,7 @@ class Mirror:
         """Return the name of a file here, and its maximum size.
 
         Raises:
-            RefusedError: No node has such a file, or it has too many, or it is not the node's.
+            RefusedError: If no node has such a file, or the node has too many or does not own it.
         """
         match = RANK.fullmatch(name)
         if match is not None:
@@ -108,16 +108,16 @@ class Mirror:
             if owned >= most:
                 raise RefusedError("too many files")
             if (self._directory / found).exists():
-                # The head's own rank, or a file of a node before a restart of this process.
+                # It belongs to the head's own rank, or to a node before this process restarted.
                 raise RefusedError(f"{found} exists")
         return found, limit
 
     def _is_of_this_host(self, name: str) -> bool:
-        """Return whether the supervisor here writes the file, since both are on one machine."""
+        """Return whether the supervisor here writes the file, because both are on one machine."""
         return name not in self._owners and (self._directory / name).exists()
 
     def _overwrite(self, path: Path, data: bytes, size: int) -> None:
-        """Replace the content of a mapped file in place, since readers may have it open."""
+        """Replace the content of a mapped file in place, because readers may have it open."""
         if len(data) != size:
             raise RefusedError(f"{path.name} is cut short")
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW

@@ -1,7 +1,7 @@
-"""What a node sends of its run directory: status pages, journals, rings and a few other files.
+"""Collect the files that a node sends: status pages, journals, rings and a few others.
 
-The files are the queue: what cannot be sent yet stays in them. A rank that writes faster than its
-share of the link has its older steps thinned out, the same steps on every node.
+The files are the queue: unsent data stays in them. If a rank writes faster than its share of the
+link, its older steps are thinned out, the same steps on every node.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from ddpdoctor.run.rundir import STDERR, STDERR_SO_FAR
 from ddpdoctor.run.status import PAGE_SIZE
 
 RATE = 4096
-"""Bytes of a rank's journal that are sent each second. They take a third of it on the wire."""
+"""Maximum bytes of a rank's journal to send each second. On the wire they take a third."""
 
-BURST = 96 << 10  # Bytes of a journal that are sent at once after a pause
-MAX_BACKLOG = 512 << 10  # Bytes of a journal that wait. With more, only some steps are sent.
+BURST = 96 << 10  # Maximum bytes of a journal to send at once after a pause
+MAX_BACKLOG = 512 << 10  # Maximum unsent bytes of a journal. With more, only some steps are sent.
 STEP_STRIDE = 16  # Then only steps with numbers divisible by this
-MAX_MESSAGE = 2 << 20  # Bytes of all files in one message
+MAX_MESSAGE = 2 << 20  # Maximum bytes of all files in one message
 RING_EVERY = 10.0  # Seconds between two copies of a rank's ring
 WHOLE_EVERY = 2.0  # Seconds between two copies of another file
-MAX_STDERR = 64 << 10  # Bytes sent of the end of the job's stderr
-MAX_LINE = 1 << 20  # Bytes of a record
+MAX_STDERR = 64 << 10  # Maximum bytes to send of the end of the job's stderr
+MAX_LINE = 1 << 20  # Maximum bytes of a record
 
 SUPERVISOR_KINDS = frozenset(
     {"rank_exit", "no_core", "gpus", "signal", "unwatched", "debug", "link"}
 )
 """Records of the node's supervisor that the head needs. It makes the others itself."""
 
-NODE = "node.jsonl"  # The name under which they are sent
+NODE = "node.jsonl"  # The file name under which these records are sent
 
 RANK = re.compile(r"rank-\d{4,7}\.r(\d{1,4})\.(status|jsonl|collectives|fault)")
 GPUS = re.compile(r"gpus-[A-Za-z0-9._-]{1,80}\.json")
@@ -51,7 +51,7 @@ _NUMBER = re.compile(rb'"step":(\d+)')
 
 @dataclass
 class _Tail:
-    """How far a journal is read. It goes on across rotations."""
+    """A reader of a journal, which continues across rotations."""
 
     path: Path
     segment: int | None = None
@@ -60,7 +60,7 @@ class _Tail:
     when: float = field(default_factory=time.monotonic)
 
     def lines(self, room: int, *, limited: bool) -> list[bytes]:
-        """Return whole new lines, at most so many bytes."""
+        """Return complete new lines of at most ``room`` bytes."""
         now = time.monotonic()
         self.credit = min(BURST, self.credit + RATE * (now - self.when))
         self.when = now
@@ -72,7 +72,7 @@ class _Tail:
         return found
 
     def _older(self, room: int) -> list[bytes]:
-        """Return what is left of the segment before the current one."""
+        """Return the rest of the segment before the current one."""
         if self.segment is None:
             return []
         older = self.path.with_name(f"{self.path.name}.1")
@@ -93,7 +93,7 @@ class _Tail:
             return []
         end = data.rfind(b"\n") + 1
         if not end and len(data) >= MAX_LINE:
-            # A line that is too long to send.
+            # Skip a line that is too long to send.
             self.offset += len(data)
         self.offset += end
         lines = data[:end].splitlines(keepends=True)
@@ -103,7 +103,7 @@ class _Tail:
 
 
 def _kept(line: bytes) -> bool:
-    """Return whether a step is sent although there are too many."""
+    """Return whether to send a step although there are too many."""
     found = _NUMBER.search(line)
     return found is not None and int(found[1]) % STEP_STRIDE == 0
 
@@ -117,16 +117,16 @@ def _segment(path: Path) -> int | None:
 
 
 class Shipment:
-    """Collects what is new in a node's run directory."""
+    """Collects new content of a node's run directory."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._tails: dict[str, _Tail] = {}
         self._sent: dict[str, bytes | tuple[int, int]] = {}
-        """The page that was sent last, or size and time of the file."""
+        """The last page that was sent, or the size and time of the file."""
         self._due: dict[str, float] = {}
         self.ended = False
-        """The job's command has ended: send what is left, without limits."""
+        """Whether the job's command has ended, so that the rest is sent without limits."""
 
     def collect(self, alignment: Alignment) -> tuple[list[Piece], bytes]:
         """Return the new pieces of files, and their contents one after the other.
@@ -146,7 +146,7 @@ class Shipment:
         return pieces, b"".join(contents)
 
     def _new(self, alignment: Alignment) -> Iterator[tuple[str, bytes, bool]]:
-        # In this order a rank's end, by its supervisor or its journal, comes before the rings.
+        # In this order a rank's end, from its supervisor or its journal, is sent before the rings.
         for name in reversed(opening.names(self._directory)):
             match = RANK.fullmatch(name)
             if match is not None:
@@ -186,7 +186,7 @@ class Shipment:
                 yield there, data, append
 
     def hurry(self) -> None:
-        """Send the rings at once, since ranks are examined or end."""
+        """Send the rings at once, because ranks are examined or end."""
         self._due.clear()
 
     def _is_due(self, name: str, seconds: float) -> bool:

@@ -1,8 +1,8 @@
 """The job's store, through which the nodes of a job find each other.
 
-torch's ranks meet at a TCPStore, or at a file. This module puts one value of ours beside theirs, on
-a separate connection and without torch: nothing that the job waits for passes through it. The
-wire format is that of torch 2.1 and later (torch/csrc/distributed/c10d/TCPStore.cpp).
+torch's ranks meet at a TCPStore, or at a file. This module adds one value of ours to theirs, on a
+separate connection and without torch, so the job never waits for it. The wire format is that of
+torch 2.1 and later (torch/csrc/distributed/c10d/TCPStore.cpp).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ddpdoctor.core import opening
 from ddpdoctor.run.records.process import StoreRecord
 
 TIMEOUT = 5.0  # Seconds for the store to respond
-MAX_VALUE = 64 << 10  # Bytes of a value
+MAX_VALUE = 64 << 10  # Maximum bytes of a value
 
 _VALIDATE, _SET, _GET, _CHECK, _COUNT_KEYS = 0, 1, 3, 5, 7
 _MAGIC = 0x3C85F7CE
@@ -62,7 +62,7 @@ def write(store: StoreRecord, key: str, value: bytes) -> None:
         return
     name = _text(f"/{key}".encode())
     with _connection(store.host, store.port) as connection:
-        # The check's response shows that the value has arrived: a store works in order.
+        # The check's response shows that the value has arrived, because a store works in order.
         connection.sendall(bytes([_SET]) + name + _text(value))
         connection.sendall(bytes([_CHECK]) + _LENGTH.pack(1) + name)
         if _exactly(connection, 1)[0] != _READY:
@@ -70,7 +70,7 @@ def write(store: StoreRecord, key: str, value: bytes) -> None:
 
 
 def forget(store: StoreRecord) -> None:
-    """Remove our file beside the job's. A TCPStore ends with the job."""
+    """Remove our file next to the job's. A TCPStore ends with the job."""
     if store.file:
         with contextlib.suppress(OSError):
             os.unlink(_beside(store))
@@ -81,7 +81,7 @@ def _beside(store: StoreRecord) -> str:
 
 
 def responds(port: int, seconds: float = 1.0) -> bool:
-    """Return whether a store at a port of this machine tells its number of keys."""
+    """Return whether a store at a port of this machine answers, with its number of keys."""
     try:
         with _connection("127.0.0.1", port, seconds) as connection:
             connection.sendall(bytes([_COUNT_KEYS]))

@@ -1,1 +1,1 @@
-"""Stacks of the ranks of a live run, captured from outside and merged into one tree."""
+"""Capture the stacks of a live run's ranks from outside, and merge them into one tree."""

@@ -77,7 +77,7 @@ class Declared(Part):
     main_ident: int
     rank: int | None  # The rank in its environment at its start
     host: str
-    namespace: str  # Where its pid is valid: a boot and a pid namespace
+    namespace: str  # The boot and pid namespaces in which its pid is valid
     cwd: str
     restart: int = 0
     time: int = 0  # Unix nanoseconds of the declaration
@@ -86,7 +86,7 @@ class Declared(Part):
 
 
 def read_declared(directory: Path) -> list[Declared]:
-    """Return all declarations in a run directory, the newest last. Skip damaged ones."""
+    """Return all declarations in a run directory, newest last. Skip damaged ones."""
     found: list[Declared] = []
     try:
         names = opening.names(directory)
@@ -101,7 +101,7 @@ def read_declared(directory: Path) -> list[Declared]:
             with opening.file(path) as file:
                 line, newline, _ = file.read(_MAX_HEAD).partition(b"\n")
             if not newline:
-                # Still being written.
+                # It is still being written.
                 continue
             known = {
                 "path": str(path), "head": len(line) + 1,
@@ -127,9 +127,9 @@ _ESCAPED = re.compile(r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})")
 
 
 def parse_dump(text: str, directory: str = "") -> tuple[Thread, ...]:
-    """Return the threads of one or several dumps of ``faulthandler``, in their order.
+    """Return the threads of one or several dumps of ``faulthandler``, in order.
 
-    Unknown lines are skipped. Relative paths are of the working ``directory`` of the process.
+    Unknown lines are skipped. Relative paths refer to the working ``directory`` of the process.
     """
     return tuple(_dumped_threads(text, directory))
 
@@ -182,15 +182,15 @@ def _unescaped(text: str) -> str:
 # -- Requests
 
 
-_MAX_RESPONSE = 16 << 20  # Bytes of a response that are read
+_MAX_RESPONSE = 16 << 20  # Maximum bytes of a response to read
 
 GIL_TIMEOUT = 1.0
-"""Seconds without the GIL after which native code is considered to hold it. Python passes it on
-every 5 milliseconds if the holder has a core. Time in which any thread lacks a core does not count.
+"""Seconds without the GIL after which native code is assumed to hold it. Python passes it on every
+5 milliseconds if the holder has a core. Time in which any thread lacks a core does not count.
 """
 
 _MIN_GIL_SHARE = 0.9
-"""Required share of that time, since threads lose milliseconds even on an idle machine."""
+"""Required share of that time, because threads lose milliseconds even on an idle machine."""
 
 _TGKILL = {"x86_64": 234, "aarch64": 131}  # Numbers of a system call that glibc names since 2.30
 
@@ -198,7 +198,7 @@ OTHER_PROGRAM = "does not answer any more: its program was replaced (exec), or c
 
 
 class StackRequest:
-    """A request to one process, and its response so far. ``variables`` are of the user's frames."""
+    """A request to one process, and its response so far. ``variables`` asks for the user's."""
 
     def __init__(self, declared: Declared, *, variables: bool = False) -> None:
         self._declared = declared
@@ -207,7 +207,7 @@ class StackRequest:
         self.threads: tuple[Thread, ...] = ()
         self.gil_held = False
         self.world_size = 0  # World size of the ``init_process_group`` call that it is in
-        self.trouble = ""  # Why there are no stacks, in a few words
+        self.trouble = ""  # The reason why there are no stacks, in a few words
 
     def turns(self) -> Generator[None, None, None]:
         """Send the request. Yield while waiting, so that requests to other processes proceed."""
@@ -244,7 +244,7 @@ class StackRequest:
             return
         try:
             facts = os.fstat(pipe)
-            # The declaration may be forged. Write only to a pipe, of a process that has our file
+            # The declaration may be forged. Write only to a pipe of a process that has our file
             # open.
             if (
                 facts.st_ino != declared.pipe_inode
@@ -273,15 +273,15 @@ class StackRequest:
             fcntl.ioctl(pipe, termios.FIONREAD, unread)
             if not unread[0]:
                 if asked:
-                    # It takes the request off the pipe after it has written the response.
+                    # The process removes the request from the pipe after writing the response.
                     if not self._answered(file):
                         self.trouble = "could not write its answer: is the disk full?"
                     return
-                # Not while the pipe holds an earlier request, which may already be answered.
+                # Only if the pipe holds no earlier request, which may already be answered.
                 os.write(pipe, self._request)
                 asked = True
-            # It sleeps although there is a request, so it waits for the GIL. A thread that waits
-            # for a core does not sleep, and a wait for the disk is another state.
+            # The thread sleeps although there is a request, so it waits for the GIL. A thread that
+            # waits for a core does not sleep, and a wait for the disk is another state.
             if thread.letter == "S" and thread.wchan in ("", "futex"):
                 waits = waits or _Stopwatch(declared.pid)
                 if waits.over(GIL_TIMEOUT):
@@ -343,7 +343,7 @@ class StackRequest:
             # A signal that is still pending is enough.
             _send_signal(declared.pid, declared.main_thread, declared.signal)
         # The kernel removes a pending signal slightly before it blocks it for the handler. Once
-        # something is written, the handler runs until the signal is no longer blocked.
+        # there is output, the handler runs until the signal is no longer blocked.
         while os.fstat(file).st_size == declared.head or self._is_handling():
             yield
         if self._answered(file):
@@ -356,7 +356,7 @@ class StackRequest:
             if thread.frames and not is_ours(thread.frames)
         )
         if not any(thread.name == MAIN for thread in self.threads):
-            self.trouble = "wrote no stack of its main thread"
+            self.trouble = "did not write a stack of its main thread"
 
     def _is_handling(self) -> bool:
         """Return whether the main thread still has to handle the signal, or is handling it."""
@@ -374,7 +374,7 @@ class _Stopwatch:
         self._passed = 0.0
 
     def over(self, seconds: float) -> bool:
-        """Return whether that much time has passed. Read the process only if it is possible."""
+        """Return whether that much time has passed. Read the process only if it may have."""
         now = time.monotonic()
         since = now - self._when
         if self._passed + since < seconds:
@@ -401,7 +401,7 @@ _libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def _send_signal(pid: int, thread: int, number: int) -> None:
-    """Send a signal to one thread. Raises OSError if it cannot be sent."""
+    """Send a signal to one thread. Raise OSError if it cannot be sent."""
     if _libc is None:
         raise OSError(0, "not on this system")
     if hasattr(_libc, "tgkill"):
@@ -427,13 +427,13 @@ MAX_PROCESSES = 16  # Maximum number of processes that py-spy examines at once
 _KILL_TIMEOUT = 0.3  # Seconds to wait for a killed py-spy, which may be blocked in the kernel
 
 _UNPAUSABLE = ("T", "t", "D")
-"""States of a process that cannot be paused: it is already stopped, or does not react."""
+"""States in which a process cannot be paused: it is already stopped, or does not react."""
 
 _Dump = list[dict[str, Any]]
 
 
 def find_py_spy() -> str | None:
-    """Find the program beside this interpreter, or on ``PATH``."""
+    """Find py-spy next to this interpreter, or on ``PATH``."""
     beside = os.path.join(os.path.dirname(sys.executable), "py-spy")
     return beside if os.access(beside, os.X_OK) else shutil.which("py-spy")
 
@@ -441,8 +441,8 @@ def find_py_spy() -> str | None:
 def read_silent(stacks: Sequence[RankStacks], patience: float) -> list[RankStacks]:
     """Add stacks from py-spy for living processes that did not respond.
 
-    No process is paused, and those that responded are left alone. ``patience`` is the seconds for
-    all of them together.
+    No process is paused, and processes that responded are not read. ``patience`` is the limit in
+    seconds for all of them together.
     """
     silent = [
         number
@@ -466,9 +466,9 @@ def add_native(
 ) -> list[RankStacks]:
     """Add native frames of ranks from py-spy, or a note why they are missing.
 
-    Pauses each process for a second or two, so it is only for requested or hopeless ranks.
-    ``patience`` is the seconds for all of them together. Processes without a stack are left
-    unchanged.
+    This pauses each process for a second or two, so use it only for requested or hopeless ranks.
+    ``patience`` is the limit in seconds for all of them together. Processes without a stack are
+    left unchanged.
     """
     wanted = [
         number
@@ -489,7 +489,7 @@ def add_native(
 def _dump_each(
     stacks: Sequence[RankStacks], numbers: Sequence[int], how: list[str], patience: float
 ) -> dict[int, tuple[_Dump | None, str]]:
-    """Run py-spy on some of these. Return its output or the reason why there is none."""
+    """Run py-spy on some of the processes. Return its outputs, or the reasons for their absence."""
     program = find_py_spy()
     if program is None:
         return dict.fromkeys(numbers, (None, MISSING))
@@ -524,7 +524,7 @@ def _outcome(
     try:
         out, errors = process.communicate(timeout=left)
     except subprocess.TimeoutExpired:
-        # The kernel resumes the process when its tracer ends.
+        # The kernel resumes the paused process when its tracer ends.
         process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.communicate(timeout=_KILL_TIMEOUT)
@@ -546,7 +546,7 @@ def _reason(errors: str) -> str:
 
 
 def _checked(dump: Any) -> _Dump:
-    """Check the structure of a dump. Raises the error of whatever is missing or of another type."""
+    """Check the structure of a dump. Raise an error if a part is missing or has another type."""
     for thread in dump:
         if not isinstance(thread["pid"], int):
             raise TypeError("no pid")
@@ -590,7 +590,7 @@ def native_frames(dump: _Dump) -> tuple[str, ...]:
     found: list[str] = []
     for frame in main["frames"] if main is not None else ():
         if not frame.get("module"):
-            # The innermost Python frame.
+            # This is the innermost Python frame.
             break
         # An address means nothing, and differs between ranks.
         name = "?" if frame["name"].startswith("0x") else frame["name"]
@@ -602,7 +602,7 @@ def native_frames(dump: _Dump) -> tuple[str, ...]:
 
 
 CAPTURE_TIMEOUT = 3.0  # Seconds to wait for all ranks together
-_RESPONSE_SHARE = 0.7  # Share of that for responses, if py-spy can examine silent ranks
+_RESPONSE_SHARE = 0.7  # Share of these seconds for responses, if py-spy can read silent ranks
 _MAX_STRETCH = 3.0  # Maximum factor by which the wait grows for ranks that lack a core
 _DONE = object()  # Marks an exhausted request. A pending one yields None.
 
@@ -652,7 +652,7 @@ def capture(
 def _ask(targets: Sequence[_Target], limit: float) -> float:
     """Ask all processes at once.
 
-    Return the seconds allowed, which exceed ``limit`` if ranks have no core to respond on.
+    Return the allowed seconds, which exceed ``limit`` if ranks have no core to respond.
     """
     began = time.monotonic()
     asked = [
@@ -745,7 +745,7 @@ def _targets(run: Run) -> list[_Target]:
     attempt = max([run.restarts[-1], *(declared.restart for declared in every)])
     found: dict[int, _Target] = {}
     for declared in every:
-        # Not yet a rank. Its environment says which one it will be.
+        # The process is not a rank yet. Its environment shows the rank that it will be.
         if declared.rank is not None and declared.restart == attempt:
             found[declared.rank] = _Target(
                 declared.rank, attempt, declared.pid, declared.host, declared.namespace, declared
@@ -766,7 +766,7 @@ def _of_rank(rank: Rank, by_pid: dict[tuple[str, int], Declared]) -> _Target | N
         return _Target(rank.rank, rank.restart, pid, host, place or "@", None)
     declared = by_pid.get((place, pid))
     if declared is None and not place:
-        # Its journal is not written yet.
+        # The rank has not written its journal yet.
         declared = next((each for (_, known), each in by_pid.items() if known == pid), None)
     if declared is not None:
         place, host = declared.namespace, declared.host

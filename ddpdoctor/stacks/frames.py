@@ -1,4 +1,4 @@
-"""Stacks of ranks: the user's frames, and those that are alike."""
+"""Find the user's frames in the stacks of ranks, and merge equal stacks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddpdoctor.run.records.typed_json import decoder
 # -- separate the user's frames from others, and merge the stacks of ranks into a tree
 
 
-# By name, since the ranks may run another Python than this one.
+# By name, because the ranks may run a different Python.
 _INSTALLED = re.compile(r"/(?:site-packages|dist-packages)/([^/]+)")
 _STANDARD = re.compile(r"/lib(?:64)?/python3\.\d+t?/")
 _PROBE = "/ddpdoctor/probe/"
@@ -42,13 +42,13 @@ def is_probe_path(path: str) -> bool:
 
 
 def is_ours(frames: Iterable[Frame]) -> bool:
-    """Return whether a stack (outermost frame first) is of a thread of the probe or debugger."""
+    """Return whether a stack (outermost frame first) belongs to a thread of probe or debugger."""
     start = next((f.path for f in frames if not f.path.endswith("/threading.py")), "")
     return is_probe_path(start) or "pydevd" in start
 
 
 def user_frames(frames: Iterable[Frame]) -> tuple[Frame, ...]:
-    """Return the user's frames, in their order."""
+    """Return the user's frames, in order."""
     return tuple(frame for frame in frames if is_user_path(frame.path))
 
 
@@ -60,7 +60,7 @@ def innermost(frames: Iterable[Frame]) -> Frame | None:
 
 @lru_cache(maxsize=8192)
 def library(path: str) -> str:
-    """Return the library of a file that is not the user's: ``torch``, ``Python``."""
+    """Return the library of a file outside the user's code: ``torch``, ``Python``."""
     match = _INSTALLED.search(path)
     if match is not None:
         return match[1].removesuffix(".py")
@@ -72,10 +72,10 @@ FOLDED = "(folded)"
 
 
 def fold(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Replace each run of library frames between the user's frames by a single frame.
+    """Replace each sequence of library frames between the user's frames by a single frame.
 
-    Frames that started the script are left out, and so are those below the user's innermost frame
-    (:func:`tail`). A stack without user frames is returned unchanged.
+    Leave out the frames that started the script, and those below the user's innermost frame
+    (:func:`tail`). Return a stack without user frames unchanged.
     """
     mine = [number for number, frame in enumerate(frames) if is_user_path(frame.path)]
     if not mine:
@@ -117,7 +117,7 @@ Code = Mapping[Frame, str]  # The source line of each frame, if known
 def code_of(frames: Iterable[Frame], before: int) -> dict[Frame, str]:
     """Return the source lines of the user's frames.
 
-    Skip files that changed since ``before``, in Unix nanoseconds: the running code has other lines.
+    Skip files changed after ``before`` (Unix nanoseconds), because the running code differs.
     """
     found: dict[Frame, str] = {}
     files: dict[str, list[str]] = {}
@@ -156,7 +156,7 @@ Keep = Callable[[Sequence[Frame]], Sequence[Frame]]
 
 @dataclass(frozen=True)
 class Node:
-    """A chain of frames that the same ranks are in, and where they separate."""
+    """A chain of frames that the same ranks share, and the frames at which they separate."""
 
     ranks: tuple[int, ...]  # Ascending
     frames: tuple[Frame, ...]  # Outermost first. All of these ranks are in all of them.
@@ -164,7 +164,7 @@ class Node:
     """Deeper frames: odd nodes first, then those with the fewest ranks. Ranks in none of them are
     at the last frame.
     """
-    odd: bool  # Most ranks are elsewhere in the user's code
+    odd: bool  # Whether most ranks are elsewhere in the user's code
 
 
 @dataclass(frozen=True)
@@ -232,11 +232,11 @@ def _node(
     return Node(tuple(ranks), first[depth:end], children, odd.issuperset(ranks))
 
 
-# -- stacks of ranks with the states of their processes, and saving them in the run directory
+# -- stacks of ranks with the states of their processes
 
 
 ENDING = "its interpreter is shutting down"
-"""The trouble of a rank that cannot respond because its Python is shutting down."""
+"""The `trouble` of a rank that cannot respond because its interpreter is shutting down."""
 
 CUT = Frame("...", 0, "...")
 """Stands for the outer frames of a stack if only the innermost 100 are known."""
@@ -247,7 +247,7 @@ def stacks_from_record(record: JsonObject) -> RankStacks:
     return decoder(RankStacks)({"rank": -1, **record})
 
 
-# -- The last stacks taken of a run, kept in its directory
+# -- The last captured stacks of a run, kept in its directory
 
 
 STACKS_FILE = "stacks.json"
@@ -255,14 +255,14 @@ STACKS_FILE = "stacks.json"
 
 @dataclass(frozen=True)
 class Saved:
-    """Stacks, and the time at which they were taken."""
+    """Stacks, and the time at which they were captured."""
 
     time: int  # Unix nanoseconds
     stacks: tuple[RankStacks, ...]
 
 
 def stacks_record(stacks: Iterable[RankStacks], time: int) -> JsonObject:
-    """Return stacks as JSON, which ``ddpdoctor stacks --json`` prints, too."""
+    """Return stacks as JSON, which ``ddpdoctor stacks --json`` also prints."""
     return {"format": FORMAT, "time": time, "ranks": [document(each) for each in stacks]}
 
 
@@ -270,7 +270,7 @@ def save_stacks(directory: Path, stacks: Iterable[RankStacks], time: int) -> Non
     """Save these stacks, replacing earlier ones.
 
     Raises:
-        OSError: The run directory cannot be written.
+        OSError: If the run directory cannot be written.
     """
     rundir.put(directory / STACKS_FILE, json.dumps(stacks_record(stacks, time)).encode())
 

@@ -1,1 +1,1 @@
-"""Starting a job and keeping it in order."""
+"""Start a job, watch it, and end it."""

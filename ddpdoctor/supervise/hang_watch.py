@@ -1,6 +1,6 @@
 """Notice that ranks make no progress, examine them, and end the job if asked to.
 
-A rank's silence counts only the time in which it had a core, by the kernel's count for its main
+A rank's silence counts only the time in which it had a core, as the kernel reports it for its main
 thread and for those of its children, such as a DataLoader's workers.
 """
 
@@ -39,19 +39,19 @@ from ddpdoctor.system.network import dead_links
 from ddpdoctor.system.proc import pause
 from ddpdoctor.system.process_activity import BUSY, CpuTime, CpuTimes, most_lacked, read_cpu_time
 
-# -- how long silent ranks had no core
+# -- the time for which silent ranks had no core
 
-MAX_CORE_FACTOR = 10.0  # Maximum factor by which time without a core may lengthen a silence
+MAX_CORE_FACTOR = 10.0  # Maximum factor by which time without a core may extend a silence
 
-MIN_LOST = 0.5  # Minimum recorded time without a core, in seconds
+MIN_LOST = 0.5  # Minimum time without a core to record, in seconds
 
 MIN_PRESSURE = 10.0
-"""A machine is loaded if some process had no core for this percentage of the time."""
+"""Minimum percentage of time in which a process had no core, for a machine to count as loaded."""
 
 
 @dataclass
 class _Followed:
-    since: int  # The beginning of its phase (Unix nanoseconds). It differs between silences.
+    since: int  # Start of its phase (Unix nanoseconds), which differs between silences
     when: float
     turns: dict[int, CpuTime]
     lost: float = 0.0
@@ -59,7 +59,7 @@ class _Followed:
 
 
 class CoreWaits:
-    """Measures how long silent ranks of this host had no core."""
+    """Measures the time for which silent ranks of this host had no core."""
 
     def __init__(self) -> None:
         self._here = namespace()
@@ -75,7 +75,7 @@ class CoreWaits:
     def lost(self, pid: int, since: int, now: float) -> float:
         """Return the seconds without a core since the first call in this silence.
 
-        The count starts again when ``since``, the beginning of the silence, changes.
+        The count restarts when ``since``, the start of the silence, changes.
         """
         read = {each: read_cpu_time(each, each) for each in (pid, *proc.children(pid))}
         turns = {each: turn for each, turn in read.items() if turn is not None}
@@ -90,7 +90,7 @@ class CoreWaits:
         return known.lost
 
     def records(self, run: Run) -> Iterator[NoCoreRecord]:
-        """Yield a record for each rank that lost clearly more time than was recorded."""
+        """Yield a record for each rank that has lost clearly more time than recorded."""
         for rank in run.last:
             known = self._followed.get(rank.status.pid) if rank.status is not None else None
             if rank.status is None or known is None:
@@ -120,7 +120,7 @@ def is_loaded() -> bool:
 MIN_SILENCE = 30.0
 """Seconds without a sign of life before a job is examined, unless the user chose a limit."""
 
-SILENT_STEPS = 20  # The same limit in median steps of the job. The longer one applies
+SILENT_STEPS = 20  # The same in median steps of the job. The longer limit applies.
 
 WAIT_FACTOR = 4  # Factor by which ranks may wait longer for others that give signs of life
 
@@ -129,7 +129,7 @@ FIRST_STEP_FACTOR = 10
 
 MIN_MEASURED_SILENCE = 1.0  # Seconds of silence before time without a core is measured
 
-START_SAMPLE = 3.0  # Seconds over which the CPU time of a starting job is measured
+START_SAMPLE = 3.0  # Seconds for which the CPU time of a starting job is measured
 
 RECENT_STEPS = 64  # Number of steps for the median of a rank
 
@@ -142,11 +142,11 @@ class SilentRanks:
 
     seconds: float  # Duration of their silence, except time without a core
     limit: float  # Seconds of silence after which they are examined
-    ranks: tuple[int, ...]  # All living ranks, or those that wait while others move
+    ranks: tuple[int, ...]  # All live ranks, or those that wait while others move
     everybody: bool  # Whether no rank moves
     fresh: bool  # Whether one of them is still in its first step
     lost: Mapping[int, float] = field(default_factory=dict)
-    """Seconds of its silence in which each living rank had no core."""
+    """Seconds of its silence in which each live rank had no core."""
 
 
 class SignsOfLife:
@@ -154,7 +154,7 @@ class SignsOfLife:
 
     Args:
         hang_after: Seconds, if chosen by the user.
-        lost: Returns the seconds of its silence in which a rank had no core.
+        lost: Returns the seconds of a rank's silence in which it had no core.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class SignsOfLife:
         """
         if run.restarts[-1] != self._restart:
             self._restart, self._seen, self._when = run.restarts[-1], {}, {}
-        # A rank whose script is over still has a process to end.
+        # Include ranks whose script is over: their process still has to end.
         alive = [rank for rank in run.last if rank.status is not None and rank.exit is None]
         for rank in alive:
             sign = _sign(rank)
@@ -204,7 +204,7 @@ class SignsOfLife:
         return None
 
     def _silence(self, alive: list[Rank], now: float) -> tuple[dict[int, float], dict[int, float]]:
-        """Return how long each rank was silent with a core, and without one, in seconds."""
+        """Return the seconds of each rank's silence with a core, and those without one."""
         quiet, lost = {}, {}
         for rank in alive:
             seconds = now - self._when[rank.rank]
@@ -229,7 +229,7 @@ class SignsOfLife:
 
 
 class StartWatch:
-    """Follows a job before its first step. It is examined after ``base`` seconds without a rank."""
+    """Follows a job before it has ranks. It is examined after ``base`` seconds without one."""
 
     def __init__(self, base: float) -> None:
         self._base = base
@@ -250,12 +250,12 @@ class StartWatch:
         self._worked += seconds
 
     def silence(self, run: Run, now: float) -> SilentRanks | None:
-        """Return the silence of a job that has no rank yet, if it is too long."""
+        """Return the silence of a job without ranks, if it is too long."""
         if self.works(now):
             self._worked = now
         quiet = now - self.began
         if quiet < FIRST_STEP_FACTOR * self._base:
-            # A torchrun that lacked a core arrives late at the rendezvous, and only waits there.
+            # A torchrun that lacked a core arrives late at the rendezvous, where it only waits.
             quiet = now - self._worked
         ended = any(isinstance(each, (ErrorRecord, ExitRecord)) for each in run.strays)
         if ended or quiet < self._base:
@@ -263,7 +263,7 @@ class StartWatch:
         return SilentRanks(quiet, self._base, (), True, True)
 
     def works(self, now: float) -> bool | None:
-        """Return whether processes of the job use the CPU. None if not known yet."""
+        """Return whether processes of the job use the CPU. None if still unknown."""
         if self.pid is None:
             return False
         known = self._cores
@@ -288,15 +288,15 @@ def _sign(rank: Rank) -> _Sign:
     return (int(status.phase), status.since, status.step, status.armed, status.reduced)
 
 
-# -- watch for jobs that make no progress: when to examine them, and whether the hang goes on
+# -- jobs that make no progress: when to examine them, and whether the hang continues
 
 
 REPEAT_FACTOR = 2.0
-"""Growth of the time without progress before the job is examined again, as a factor."""
+"""Factor by which the time without progress grows before the job is examined again."""
 
-MAX_FILES = 8  # Number of examinations whose files are kept: the first and the newest
+MAX_FILES = 8  # Maximum number of examinations whose files are kept: the first and the newest
 
-SETTLE_TIME = 2.0  # Seconds to wait after a rank moved: it may turn out to have failed
+SETTLE_TIME = 2.0  # Seconds to wait after a rank moved, because it may be failing
 
 LAST_TIMEOUT = 3.0  # Seconds for a running examination once the job has ended
 
@@ -348,11 +348,11 @@ class HangWatch:
         self._evidence: dict[int, RankEvidence] = {}  # The newest evidence about each rank
         self._elsewhere: Set[int] = frozenset()  # Ranks of other nodes
         self._native: dict[int, RankStacks] = {}
-        """Stacks with native frames of blamed ranks, by rank."""
+        """Stacks of blamed ranks with native frames, by rank."""
         self._seen: dict[int, hang_examination.Seen] = {}
         """The last samples of the ranks' processes."""
         self._confirmed = 0  # The examination after which blamed ranks were examined again
-        self._below = 0  # The examination for which native frames were captured
+        self._below = 0  # The last examination for which native frames were captured
         self._dead = 0
         self._next = 0.0
         self._moved: float | None = None
@@ -361,7 +361,7 @@ class HangWatch:
         """Whether the ranks' calls prove the hang, wherever the next examination finds them."""
         self._ended = False
         self.left_to_head = False
-        """The head examines all ranks. Here only their time without cores is measured."""
+        """Whether the head examines all ranks, so that only time without cores is measured here."""
 
     def begin(self, pid: int) -> None:
         """Note that the job's command has started as process ``pid``."""
@@ -391,7 +391,7 @@ class HangWatch:
             if self._starts_elsewhere():
                 self._pending = False
                 return False
-            # Check first whether it still hangs: py-spy would pause a rank that has continued.
+            # First check whether it still hangs: py-spy would pause a rank that has continued.
             if not self._stands(run, now) or self._look_below(run) or self._doubts(run):
                 return False
             return self._examined()
@@ -434,7 +434,7 @@ class HangWatch:
     # -- when to examine
 
     def _excused(self, run: Run, still: SilentRanks, now: float) -> bool:
-        """Return whether the silence has a good reason: a debugger, or a long first step."""
+        """Return whether a debugger or a long first step explains the silence."""
         if any(end == FOREVER for _, end in run.debugged):
             return True
         if not still.fresh or still.seconds >= FIRST_STEP_FACTOR * still.limit:
@@ -442,7 +442,7 @@ class HangWatch:
         return bool(still.ranks) and self._start.works(now) is not False
 
     def _starts_elsewhere(self) -> bool:
-        """Return whether ranks of other nodes were busy with a long first step when examined."""
+        """Return whether ranks of other nodes were in a long first step when examined."""
         hung = self._hung
         if hung is None or not hung.fresh or hung.seconds >= FIRST_STEP_FACTOR * hung.limit:
             return False
@@ -450,7 +450,7 @@ class HangWatch:
         return any(each is not None and each.busy + each.children_busy >= BUSY for each in found)
 
     def _goes_on(self, run: Run, now: float) -> bool:
-        """Return whether the ranks that made no progress are moving again, permanently."""
+        """Return whether the ranks that made no progress are moving again for good."""
         hung = self._hung
         assert hung is not None
         if not (self._has_moved() if hung.ranks else run.ranks):
@@ -472,13 +472,13 @@ class HangWatch:
         return True
 
     def _note_move(self, run: Run, now: float) -> None:
-        """Note the time at which the job continues during an examination, which takes seconds."""
+        """Note when the job continues during an examination, which takes seconds."""
         if self._hung is not None and self._hung.ranks:
             self._signs.look(run, now)
             self._moved = self._moved or (now if self._has_moved() else None)
 
     def _has_moved(self) -> bool:
-        """Return whether a rank that made no progress has given a sign since."""
+        """Return whether a rank that made no progress has moved since."""
         marks = self._signs.marks(tuple(self._marks))
         return any(marks.get(rank, mark) > mark for rank, mark in self._marks.items())
 
@@ -513,7 +513,7 @@ class HangWatch:
             ranks = hang_examination.examine(
                 run, number, waiting, self._evidence, self._seen, self._start.pid, still.lost
             )
-            # Old status pages say nothing about the ranks of a node that does not respond.
+            # Old status pages prove nothing about the ranks of a node that does not respond.
             elsewhere = {rank.rank for rank in run.last if rank.elsewhere}
             own = {each.rank: each for each in ranks if each.rank not in elsewhere}
             found_there = others()
@@ -536,7 +536,7 @@ class HangWatch:
         rundir.put(self._directory / found.file, line)
 
     def _look_below(self, run: Run) -> bool:
-        """Return whether native frames of blamed ranks are captured first."""
+        """Start to capture native frames of blamed ranks, once. Return whether it started."""
         found = self._found
         if found is None or not found.file or self._below == self._number:
             return False
@@ -563,9 +563,9 @@ class HangWatch:
         return guilty(replace(run, supervisor=Records((*run.supervisor, self._found))))
 
     def _doubts(self, run: Run) -> bool:
-        """Return whether blamed ranks are examined once more before they are reported.
+        """Start to examine blamed ranks once more, if in doubt. Return whether it started.
 
-        On an idle machine a second is enough to see that a process does nothing.
+        On an idle machine, a second is enough to see that a process does nothing.
         """
         hung = self._hung
         if hung is None or self._confirmed == self._number or self._found is None:
@@ -633,7 +633,7 @@ class HangWatch:
         self._pending = False
         gave_up = any(each.since > self._examined_at for each in self._evidence.values())
         if self._written and gave_up:
-            # A rank moved during the examination. The previous examination says why.
+            # A rank moved during the examination. The previous one explains the hang.
             return False
         self._write(self._found)
         self._written = True

@@ -27,7 +27,7 @@ from ddpdoctor.system.proc import pause, readable, until
 # -- pass the job's stderr through, unchanged, and print ddpdoctor's lines between its lines
 
 
-MAX_TAIL = 1 << 20  # Bytes kept from the end of the job's stderr
+MAX_TAIL = 1 << 20  # Maximum bytes kept from the end of the job's stderr
 
 _OUT = 2
 _CHUNK = 1 << 16
@@ -46,8 +46,8 @@ def _is_one_file(one: int, other: int) -> bool:
 def _ends_line(file: int) -> bool:
     """Return whether a file is empty or ends with a whole line.
 
-    The content of a pipe is unknown: an empty line is better than a finding after half a line of
-    the job's stdout.
+    The content of a pipe is unknown, and an empty line is better than a finding after half a line
+    of the job's stdout.
     """
     try:
         size = os.fstat(file).st_size
@@ -64,11 +64,10 @@ class Passthrough:
 
     If our stderr is a terminal, the job gets a pseudo-terminal, so progress bars and ``isatty``
     work as before. Otherwise it gets a pipe. One thread does all the writing. A reader that stops
-    reading blocks this thread, and through it the job as it would without ddpdoctor, but nothing
-    else.
+    reading blocks this thread and so the job, as it would without ddpdoctor, but nothing else.
 
     Args:
-        direct: Give the job the terminal itself if our stderr is one. Nothing is read then.
+        direct: Give the job the terminal itself, if our stderr is one, and read nothing.
     """
 
     def __init__(self, direct: bool = False) -> None:
@@ -94,7 +93,7 @@ class Passthrough:
             if self._terminal:
                 with contextlib.suppress(OSError):
                     ends = os.openpty()
-                    # The real terminal translates newlines, and must be the only one to do so.
+                    # Only the real terminal must translate newlines.
                     tty.setraw(ends[1])
             self._source, self.child_end = ends or os.pipe()
         self.resize()
@@ -109,7 +108,7 @@ class Passthrough:
                 fcntl.ioctl(source, termios.TIOCSWINSZ, size)
 
     def start(self) -> None:
-        """Start the thread once the child has its end."""
+        """Start the thread once the child has its end of the pipe."""
         os.close(self.child_end)
         self._thread.start()
 
@@ -125,13 +124,13 @@ class Passthrough:
             over = float("inf") if timeout is None else timeout
             until(lambda: self._drained.is_set() or not self._thread.is_alive(), over)
         if not self._thread.is_alive():
-            # Without a job, or after the thread failed, only ddpdoctor's own lines are left.
+            # Without a job, or after the thread has failed, only ddpdoctor's own lines are left.
             while self._pending:
                 self._write(self._pending.popleft()[1])
 
     @property
     def tail(self) -> bytes:
-        """The end of the job's output, at most `MAX_TAIL` bytes."""
+        """Return the end of the job's output, at most `MAX_TAIL` bytes."""
         with self._lock:
             return b"".join(self._tail)
 
@@ -152,7 +151,7 @@ class Passthrough:
         self._wake()
 
     def _wake(self) -> None:
-        # A full pipe wakes the thread up, too.
+        # A full pipe wakes the thread as well.
         with contextlib.suppress(OSError):
             os.write(self._wake_writer, b"w")
 
@@ -162,7 +161,7 @@ class Passthrough:
         try:
             self._carry_all()
         except Exception:
-            # The job must not wait for a reader, whatever fails.
+            # Whatever fails, the job must not wait for a reader.
             while self._source is not None:
                 if readable([self._source], _LINE_TIMEOUT / 4):
                     self._take(self._write)
@@ -200,7 +199,7 @@ class Passthrough:
         except Exception:
             self._write(chunk)
             raise
-        # The job has closed it, or our reader is gone and the job has to get the error.
+        # The job has closed its stderr, or our reader is gone and the job has to get the error.
         source, self._source = self._source, None
         os.close(source)
         return False
@@ -244,8 +243,8 @@ class Passthrough:
     def _fresh_line(self) -> bytes:
         """Return the characters that move a terminal's cursor to an empty line.
 
-        A line's width of blanks wraps only if the cursor was not at the left edge. Its position is
-        unknown, since output to stdout moves it, too.
+        As many blanks as the line is wide wrap only if the cursor was not at the left edge. Its
+        position is unknown, because output to stdout also moves it.
         """
         if not self._stdout_shares and self._line_start:
             return b""
@@ -276,7 +275,7 @@ _SHELLS = frozenset({"bash", "sh", "dash", "zsh", "ksh", "fish", "tcsh", "csh"})
 
 
 def has_terminal() -> bool:
-    """Return whether this process still has the terminal it was started from."""
+    """Return whether this process still has the terminal from which it was started."""
     try:
         os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC))
     except OSError:
@@ -299,9 +298,9 @@ def is_interactive_shell(argv: Sequence[str]) -> bool:
 
 
 def is_orphaned_group(group: int, without: Collection[int]) -> bool:
-    """Return whether no process of this session would continue a stopped process group of it.
+    """Return whether no process of this session could continue the process group if it stopped.
 
-    This holds if no member has a parent in the session but outside the group, such as a shell. The
+    This is so if no member has a parent in the session but outside the group, such as a shell. The
     kernel does not let a terminal stop such a group. Parents in ``without`` are ignored.
     """
     every = {process.pid: process for process in processes.listed()}
@@ -316,7 +315,7 @@ def is_orphaned_group(group: int, without: Collection[int]) -> bool:
 # -- signals for the job
 
 
-HANGUP_GRACE = 4.0  # Maximum seconds of grace when the terminal is closed
+HANGUP_GRACE = 4.0  # Maximum grace period when the terminal is closed, in seconds
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _TO_GROUP = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGWINCH)
@@ -345,7 +344,7 @@ class JobSignals:
         self.group = os.getpgrp() if self._had_terminal and sys.platform == "linux" else None
         """The process group of the job's command, if it shares this terminal.
 
-        Only Linux shows whether a signal has reached the job already.
+        Only Linux shows whether a signal has already reached the job.
         """
         self.received: set[int] = set()  # Signals that ask the job to end
         self.deadline: float | None = None  # Monotonic time in seconds by which the job has to end
@@ -361,17 +360,17 @@ class JobSignals:
 
     @property
     def descriptor(self) -> int:
-        """Readable after a signal, and after :meth:`wake`."""
+        """The descriptor that is readable after a signal, and after :meth:`wake`."""
         return self._woken
 
     def install(self) -> None:
         """Handle signals from now on. Ignored signals stay ignored."""
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         handlers = dict.fromkeys(PASSED_ON, self._pass_on)
-        # Schedulers announce the end of a job's time with these, and the job may count them.
+        # Schedulers announce a job's time limit with these signals, and the job may count them.
         handlers |= dict.fromkeys((signal.SIGUSR1, signal.SIGUSR2), self._pass_on_every)
         if self.group is not None:
-            # This process stops after the job's command has.
+            # This process stops after the job's command has stopped.
             handlers[signal.SIGTSTP] = self._pass_on_every
         for number, handler in handlers.items():
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -423,7 +422,7 @@ class JobSignals:
         if self.group is None:
             return 0.0
         if number == signal.SIGTSTP and is_orphaned_group(self.group, self._keepers.parents):
-            # Without ddpdoctor it would not have stopped, as no shell could continue it.
+            # Without ddpdoctor it would not have stopped, because no shell could continue it.
             for process in self._in_group():
                 processes.send(process, signal.SIGCONT)
             return 0.0
@@ -436,7 +435,7 @@ class JobSignals:
         for process in stopped:
             processes.send(process, signal.SIGCONT)
         with contextlib.suppress(ProcessLookupError):
-            # The signal was meant for the job, even if only this process was continued.
+            # The SIGCONT was meant for the job, even if only this process received it.
             os.kill(self._keepers.pid, signal.SIGCONT)
         return seconds
 
@@ -462,7 +461,7 @@ class JobSignals:
     def _resize(self, number: int, frame: FrameType | None) -> None:
         self._passthrough.resize()
         if not self._command.through_torchrun:
-            # The terminal's own signal may have come before the job's stderr had its new size.
+            # The terminal's own signal may have arrived before the job's stderr had its new size.
             self._send(number)
 
     def _send(self, number: int) -> None:

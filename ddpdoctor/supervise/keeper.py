@@ -1,14 +1,14 @@
-"""The processes between the supervisor and its job that make sure that the job ends with it.
+"""The processes between the supervisor and its job, which end the job if the supervisor is gone.
 
-Run as a script by a bare interpreter, it becomes two processes, and the job is the child of the
+Run as a script by a bare interpreter, this becomes two processes, and the job is the child of the
 second::
 
     supervisor -> keeper -> keeper -> the job's command
 
 All three are subreapers: an orphan below one of them becomes its child, even if it has its own
-session or an empty environment, or is a daemon by two forks. When one of them is killed, its
+session or an empty environment, or is a daemon that forked twice. When one of them is killed, its
 descendants become those of the next one above. So any survivor of the three knows every process of
-the job from the kernel, and the job goes on as long as the supervisor lives.
+the job from the kernel, and the job continues as long as the supervisor lives.
 
 Three pipes connect them:
 
@@ -18,10 +18,10 @@ Three pipes connect them:
   ``stopped SIGNAL``, ``ended STATUS``, and ``lost`` when the second keeper was killed.
 - The third is for the start. The command's process writes its pid there, and ``ERRNO`` after it if
   the program cannot be executed. A keeper that fails earlier writes ``0 ERRNO``. No process holds
-  the writing end once the command runs, so the supervisor reads to the end of file whatever was
-  killed on the way: without a pid the job has not started.
+  the writing end once the command runs, so the supervisor reads up to the end of file, whichever
+  process was killed meanwhile: without a pid the job has not started.
 
-``standby`` is another form, for the time after a keeper was killed. It runs beside the job and
+``standby`` is another form, for the time after a keeper was killed. It runs next to the job and
 remembers which processes were below the supervisor.
 """
 
@@ -50,12 +50,12 @@ NAME = "ddp-keeper"
 """The name of a keeper in the kernel, so that `killall python` does not reach it."""
 
 TERM_TIMEOUT = 4.0  # Seconds between SIGTERM and SIGKILL once the supervisor is gone
-OTHER_KEEPER_TIMEOUT = 7.0  # Seconds for the second keeper to end the job before the first one does
-KILL_TIMEOUT = 60.0  # Seconds of repeated SIGKILL, for processes in uninterruptible sleep
-STANDBY_INTERVAL = 0.5  # Seconds between two listings of the job's processes by the standby
+OTHER_KEEPER_TIMEOUT = 7.0  # Seconds for the second keeper to end the job before the first does
+KILL_TIMEOUT = 60.0  # Seconds in which SIGKILL is repeated, for uninterruptible sleep
+STANDBY_INTERVAL = 0.5  # Seconds after which the standby lists the job's processes again
 
 SIGNAL_MEMORY = 2.0
-"""Minimum seconds that a signal stays pending in the sentinel. The maximum is twice that."""
+"""Minimum seconds for which a signal stays pending in the sentinel. The maximum is twice that."""
 
 END = "end"  # Follows the words of the command, each of which ends with a null byte
 
@@ -105,7 +105,7 @@ class Keeper:
                 sentinel()
         self.report(f"pids {self._other} {os.getpid()} {pid}")
         if os.fork() == 0:
-            # Done in the child, because the parent may be killed first.
+            # In the child, because the parent may be killed first.
             self._shared[:] = struct.pack("q", os.getpid())
             command()
 
@@ -136,7 +136,7 @@ class Keeper:
             processes.end(job, soft=0.0, idle=self._idle)
 
     def report(self, line: str) -> None:
-        """Send a line to the supervisor, if it lives."""
+        """Send a line to the supervisor, if it is alive."""
         with contextlib.suppress(OSError):
             os.write(self._reports, f"{line}\n".encode())
 
@@ -155,7 +155,7 @@ class Keeper:
             return
         ended: int | None = None
         if hasattr(os, "waitid"):
-            # Linux raises the error for a zombie, too, so it must not skip the next call.
+            # Linux also raises the error for a zombie, so it must not skip the next call.
             with contextlib.suppress(ChildProcessError):
                 while (state := os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG)) is not None:
                     self.report(f"stopped {state.si_status}")
@@ -198,10 +198,10 @@ class Keeper:
 def _start(
     run_id: str, supervisor: int, reports: int, begun: int, group: int, argv: list[str]
 ) -> Keeper:
-    """Fork the second keeper and the job's command. Return the keeper that this process is.
+    """Fork the second keeper and the job's command. Return this process's keeper.
 
     Raises:
-        OSError: The system refuses a process or a descriptor.
+        OSError: If the system refuses a process or a descriptor.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
     above, first = os.getppid(), os.getpid()
@@ -232,7 +232,7 @@ def _start(
                 # systemd passed its sockets to the supervisor's pid.
                 os.environ["LISTEN_PID"] = str(os.getpid())
                 os.environ.pop("LISTEN_PIDFDID", None)
-            # Python ignores these for itself. `subprocess` restores them, too.
+            # Python ignores these signals for itself. `subprocess` restores them as well.
             for number in (signal.SIGPIPE, signal.SIGXFSZ):
                 signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -256,7 +256,7 @@ def _start(
 
 
 def _let_go(begun: int) -> None:
-    """Close the job's descriptors, so that their readers see the end when the job closes them."""
+    """Close the job's descriptors, so that readers see the end of file when the job closes them."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
@@ -298,7 +298,7 @@ def main(words: list[str]) -> None:
     if words[0] == "standby":
         standby(words[1], int(words[2]))
         return
-    # Occupy the standard files that are closed, or a pipe of ours would become one of them.
+    # Occupy closed standard descriptors, or one of our pipes would get their number.
     while (nothing := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(nothing)
@@ -307,7 +307,7 @@ def main(words: list[str]) -> None:
     with open(command, "rb") as file:
         *argv, rest = os.fsdecode(file.read()).split("\0")
     if rest != END:
-        # The supervisor was killed while it wrote, and this is half a command.
+        # The supervisor was killed while it wrote, so the command is incomplete.
         return
     proc.set_name(NAME)
     for descriptor in (supervisor, reports, begun):

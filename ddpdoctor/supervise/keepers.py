@@ -30,7 +30,7 @@ class Keepers:
         self._above: subprocess.Popen[bytes] | None = None
         self._below = 0
         self.sentinel = 0
-        """The pid of a process in the job's process group that holds signals. 0 for none."""
+        """The pid of the sentinel, which holds signals in the job's process group. 0 if none."""
         self.pid = 0  # The pid of the job's command
         self.status: int | None = None  # Its exit status once it has ended, negative for a signal
         self._standby: subprocess.Popen[bytes] | None = None
@@ -48,7 +48,7 @@ class Keepers:
         descriptor.
 
         Raises:
-            DoctorError: It cannot be started.
+            DoctorError: If it cannot be started.
         """
         command, command_writer = os.pipe()
         begun, begun_writer = os.pipe()
@@ -64,7 +64,7 @@ class Keepers:
             )
         except OSError as error:
             raise _not_started(error.strerror or str(error)) from None
-        # Copies here would hold a lock that the job releases, or a pipe that it closes.
+        # Copies in this process would keep a lock that the job releases, or a pipe that it closes.
         for descriptor in (self._reports_writer, begun_writer, command, *self._inherited):
             os.close(descriptor)
         with contextlib.suppress(BrokenPipeError), open(command_writer, "wb") as file:
@@ -81,12 +81,12 @@ class Keepers:
 
     @property
     def descriptor(self) -> int:
-        """The pipe of the reports. -1 when both keepers are gone."""
+        """The descriptor of the pipe for reports. -1 if both keepers are gone."""
         return self._reports
 
     @property
     def pids(self) -> frozenset[int]:
-        """The living helper processes, none of which belongs to the job."""
+        """The live helper processes, which do not belong to the job."""
         standby = self._standby.pid if self._standby is not None else 0
         return self.parents | frozenset({self.sentinel, standby} - {0})
 
@@ -184,7 +184,7 @@ class Keepers:
 
 
 def _not_started(why: str) -> DoctorError:
-    """Return the error for a job that did not run although its command is valid."""
+    """Return the error for a job that did not start although its command is valid."""
     return DoctorError(f"the job was not started: {why}", "start it again", INTERNAL)
 
 

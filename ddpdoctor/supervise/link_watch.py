@@ -1,4 +1,4 @@
-"""Measure what the ranks send to other nodes, once they wait for most of a step."""
+"""Measure the ranks' traffic to other nodes, once they wait for most of a step."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ddpdoctor.system import proc
 from ddpdoctor.system.network import Traffic, traffic
 
 RECENT_STEPS = 64
-MIN_WAIT = 0.5  # Minimum share of these steps that ranks spend waiting
+MIN_WAIT = 0.5  # Minimum share of steps that ranks spend waiting
 FIRST_WINDOW, MAX_WINDOW = 5.0, 300.0  # Seconds. Each window is twice as long as the one before.
-MIN_SENT = 64 << 10  # Minimum bytes in a window for a link to be recorded
+MIN_SENT = 64 << 10  # Minimum bytes that a link sends in a window to be recorded
 MAX_LINKS = 16  # Maximum number of recorded links per window, those with the most bytes
 
 MIN_BUSY = 0.5  # Minimum share of a window in which a full connection has data in flight
 
 MIN_RATE = 0.25
 """Minimum rate of a full connection while data are in flight, as a share of the rate that the
-kernel estimates for the path. One that mostly waits for acknowledgements of small messages is far
-below.
+kernel estimates for the path. A connection that mainly waits for acknowledgements of small messages
+is far below.
 """
 
 
 class LinkWatch:
-    """Record the links to other nodes. A network that no rank waits for is not measured."""
+    """Record the links to other nodes, unless no rank waits for the network."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ def _wait(ranks: Sequence[Rank]) -> bool:
 def _links(
     before: dict[int, Traffic], now: dict[int, Traffic], seconds: float
 ) -> Iterator[LinkRecord]:
-    """Yield what was sent over each link in a window."""
+    """Yield the traffic over each link in a window."""
     by_link: dict[tuple[str, str], list[tuple[Traffic, Traffic]]] = defaultdict(list)
     for inode, each in now.items():
         if inode in before:

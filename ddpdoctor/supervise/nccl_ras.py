@@ -2,8 +2,8 @@
 
 RAS is a thread in each process of a job that uses NCCL 2.24 or newer. The protocol is that of
 ``ncclras`` (``src/ras/client.cc`` of NCCL): one command a line. The answer to ``STATUS`` ends with
-the connection. All processes of a node listen on one port, also those of other jobs of the user.
-The kernel chooses which one answers, and its socket tables show whether it is one of this job.
+the connection. All processes of a node listen on one port, even those of the user's other jobs. The
+kernel chooses which one answers, and its socket tables show whether it belongs to this job.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from ddpdoctor.run.snapshot import Run
 from ddpdoctor.system import peers, proc
 from ddpdoctor.system.proc import PROC, sockets
 
-PORT = 28028  # The port of RAS, unless ``NCCL_RAS_ADDR`` names another one
+PORT = 28028  # The port of RAS, unless ``NCCL_RAS_ADDR`` sets another one
 
-PROCESS_TIMEOUT = 2  # Seconds for a process to answer another one
+PROCESS_TIMEOUT = 2  # Seconds for a process to answer another process
 
 RAS_TIMEOUT = 9.0
-"""Seconds to wait for RAS, which takes `PROCESS_TIMEOUT` and 5 more if a process is silent."""
+"""Seconds to wait for RAS, which takes `PROCESS_TIMEOUT` and 5 s more if a process is silent."""
 
-MAX_ANSWER = 4 << 20  # Bytes of an answer
+MAX_ANSWER = 4 << 20  # Maximum size of an answer in bytes
 
 MAX_JSON_RANKS = 256
-"""Maximum number of ranks for which JSON is requested. JSON has an entry for each rank, text only
+"""Maximum world size for which JSON is requested. JSON has an entry for each rank, text only
 outliers.
 """
 
@@ -48,30 +48,30 @@ _MAX_LINE = 1024
 _CONNECT_TIMEOUT = 1.0
 _MAX_CONNECTIONS = 8  # Maximum number of connections tried until one is with a process of this job
 
-_MAX_KEPT = 64  # Maximum number of ranks, groups or communicators kept
+_MAX_KEPT = 64  # Maximum number of ranks, groups or communicators to keep
 
 _ERRORS = (
     *("", "Unhandled CUDA error", "System error", "Internal error", "Invalid argument"),
     *("Invalid usage", "Remote process error"),
 )
-"""``ncclResult_t`` as in the text of RAS; 7 is an operation in progress."""
+"""Texts of RAS by ``ncclResult_t``. 7 is an operation in progress."""
 
 
 class Answer(NamedTuple):
     """An answer of RAS."""
 
     text: str
-    structured: bool  # It is JSON
+    structured: bool  # Whether it is JSON
 
 
 class RasError(Exception):
-    """There is no answer. ``str`` says why, and is empty if no RAS listens."""
+    """There is no answer. ``str`` is the reason, or empty if no RAS listens."""
 
 
 def asked(run: Run) -> Callable[[], Ras | None]:
     """Ask RAS in a thread, if a rank of this machine uses NCCL.
 
-    Return a function that waits up to `RAS_TIMEOUT` for the answer. It returns None without RAS.
+    Return a function that waits up to `RAS_TIMEOUT` for the answer, and returns None without RAS.
     """
     here = namespace()
     pids = [
@@ -103,7 +103,7 @@ def status(pids: Sequence[int], world: int) -> Ras | None:
         world: Its number of ranks.
 
     Returns:
-        The answer, or the reason why there is none. None without RAS.
+        The answer, or the reason for which there is none. None without RAS.
     """
     where = address(proc.environ(pids[0]))
     if where is None:
@@ -163,7 +163,7 @@ def _connected(where: tuple[str, int], until: float) -> socket.socket:
 
 
 def _is_of(connection: socket.socket, pids: Collection[int]) -> bool:
-    """Return whether one of these processes holds the other end."""
+    """Return whether one of these processes holds the other end of a connection."""
     with contextlib.suppress(peers.UnknownPeerError):
         inode = peers.inode(connection)
         return any(inode in sockets(PROC / str(pid)) for pid in pids)
@@ -218,7 +218,7 @@ def from_json(text: str) -> Ras:
     """Parse an answer in JSON, which NCCL 2.28.7 and newer have.
 
     Raises:
-        ValueError: It is another answer.
+        ValueError: If it is anything else.
     """
     # Up to NCCL 2.28.9 a comma is missing in the entries of ranks.
     text = re.sub(r'("nvml_dev": -?\d+)\n(\s*"status")', r"\1,\n\2", text)
@@ -245,7 +245,7 @@ def _communicator(found: Mapping[str, Any]) -> RasCommunicator:
             dead=_dict(each, "status").get("considered_dead") is True,
         )
         for each in _dicts(found.get("missing_ranks"))[:_MAX_KEPT]
-        # Other missing ranks are just joining or leaving.
+        # Other missing ranks are only joining or leaving.
         if _dict(each, "status").get("unresponsive") is True
     )
     values: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
@@ -304,7 +304,7 @@ def from_text(text: str) -> Ras:
     """Parse an answer in text.
 
     Raises:
-        ValueError: It is another answer.
+        ValueError: If it is anything else.
     """
     version = re.match(r"NCCL version (\S{1,40})", text)
     if version is None:

@@ -23,11 +23,11 @@ from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.stacks.capture import read_declared
 from ddpdoctor.system.proc import readable
 
-JOIN_TIME = 0.5  # Seconds after which all ranks of this node have joined a process group
+JOIN_TIME = 0.5  # Seconds for all ranks of this node to join a process group
 
-MEETING = "nodes"  # The file of the meeting in a run directory
+MEETING = "nodes"  # The file in a run directory at which nodes meet
 
-LINK_TIME = 10.0  # Seconds in which findings wait for the first link to the head
+LINK_TIME = 10.0  # Seconds for which findings wait for the first link to the head
 END_TIMEOUT = 12.0  # Seconds for the exchange to end
 
 
@@ -36,8 +36,8 @@ class NodeLink:
 
     Args:
         directory: The run directory.
-        journal_bytes: Maximum bytes of the journal of a rank.
-        note: Prints a line about what ddpdoctor does.
+        journal_bytes: Maximum size of a rank's journal in bytes.
+        note: Prints a line about ddpdoctor itself.
         debug_nodes: Let debuggers of the head attach to ranks of this node.
         chosen: The directory of ``--run-dir``, which may be on a file system that nodes share.
     """
@@ -67,7 +67,7 @@ class NodeLink:
         self._sent: set[int] = set()
         self._state = State()
         self.judge = ""
-        """The host of the head that judged this node's ranks until the end. Empty without one."""
+        """The host of the head that judged this node's ranks until the end. Empty if none did."""
         self._waits_until = 0.0
 
     def begin(self, launcher: int) -> None:
@@ -76,7 +76,7 @@ class NodeLink:
 
     @property
     def pids(self) -> set[int]:
-        """The exchange, which is not a process of the job."""
+        """The pid of the exchange, which is not part of the job."""
         return {self._process.pid} if self._process is not None else set()
 
     @property
@@ -118,7 +118,7 @@ class NodeLink:
         self._send(restart, world_size, began, store, leads=leads)
 
     def _look_at_start(self) -> None:
-        """Check the processes that will become ranks. One may never join the others."""
+        """Check the processes that will become ranks, because one may never join the others."""
         declared = [each for each in read_declared(self._directory) if each.store is not None]
         for each in declared[-1:]:
             store = each.store
@@ -152,7 +152,7 @@ class NodeLink:
     def _write(self, line: bytes) -> None:
         process = self._process
         if process is not None and process.stdin is not None:
-            # It has ended: each node is judged alone.
+            # If the exchange has ended, each node is judged alone.
             with contextlib.suppress(OSError):
                 process.stdin.write(line + b"\n")
                 process.stdin.flush()
@@ -183,7 +183,7 @@ class NodeLink:
     def end(self, status: int | None, *, hangs: bool = False) -> None:
         """Let the exchange send or receive the last records, and wait for its end.
 
-        ``hangs`` means that the command was ended because the job hangs.
+        ``hangs`` if the command was ended because the job hangs.
         """
         process = self._process
         if process is None:

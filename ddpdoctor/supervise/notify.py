@@ -1,7 +1,7 @@
 """``--notify``: send important findings and the end of the job to a webhook or a command.
 
-Each target has its own thread, so neither other targets nor the job wait for it. The end of the run
-waits a second for them.
+Each target has its own thread, so neither other targets nor the job wait for it. At its end, the
+run waits a second for them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SEND_TIMEOUT = 10.0  # Seconds for a target to accept a message
 RETRY_DELAY = 1.0  # Seconds before the second and last attempt
-LAST_TIMEOUT = 1.0  # Maximum seconds that the end of the run waits for unsent messages
+LAST_TIMEOUT = 1.0  # Maximum seconds to wait for unsent messages at the end of the run
 
 _SHELL = '(eval "$1") >/dev/null 2>&1; echo $?'
 """Prints the exit status, because the supervisor may reap the child before `subprocess` does."""
@@ -42,7 +42,7 @@ _SHELL = '(eval "$1") >/dev/null 2>&1; echo $?'
 class Notifications:
     """Send findings at error level, their withdrawal, and the end of the job to the targets.
 
-    ``say`` prints that a target cannot be reached. It is called in another thread.
+    ``say`` prints the error if a target cannot be reached. It is called in another thread.
     """
 
     def __init__(self, command: Command, say: Callable[[str], None]) -> None:
@@ -52,7 +52,7 @@ class Notifications:
 
     @property
     def pids(self) -> set[int]:
-        """The running commands and their descendants, none of which belongs to the job."""
+        """The pids of running commands and their descendants, which do not belong to the job."""
         running = {each.pid for each in self._targets if each.pid}
         return running | processes.below(running) if running else running
 
@@ -134,7 +134,7 @@ class _Target:
                 self._say(f"warning: --notify {name}: {trouble}; the job goes on")
 
     def _attempt(self, message: dict[str, Any]) -> str:
-        """Send a message. Returns the reason of a failure, or an empty string."""
+        """Send a message. Return the reason for a failure, or an empty string."""
         try:
             return self._post(message) if is_url(self._target) else self._call(message)
         except Exception as error:
@@ -147,7 +147,7 @@ class _Target:
 
         text = message["text"]
         for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
-            # Slack requires this. Otherwise a text could address a whole channel.
+            # Slack requires this. Otherwise a text could notify a whole channel.
             text = text.replace(character, entity)
         body = json_text({**message, "text": text}).encode()
         headers = {"Content-Type": "application/json", "User-Agent": f"ddpdoctor/{__version__}"}

@@ -2,11 +2,11 @@
 
 A process belongs to the job if it descends from a keeper (`ddpdoctor.supervise.keeper`) or from the
 supervisor. They are subreapers, so this stays true for every orphan below them. If none of them is
-left, a process is recognised by the run's id in its environment, or because it was seen below them.
-No other process is ever signalled.
+left, a process is recognized by the run's id in its environment, or because it was seen below them.
+No other process is ever signaled.
 
-No control group is used. It would also need a live process to empty it, and the job would see
-another ``/proc/self/cgroup`` and other limits than without ddpdoctor.
+We do not use a control group. It would also need a live process to empty it, and the job would see
+a different ``/proc/self/cgroup`` and different limits than without ddpdoctor.
 
 Standard library only, because a keeper is a bare interpreter.
 """
@@ -30,7 +30,7 @@ class Process(NamedTuple):
 
     pid: int
     parent: int
-    state: str  # One letter: R, S, D, T (stopped), Z (zombie)..
+    state: str  # One letter: R, S, D, T (stopped), Z (zombie), ...
     group: int
     started: object
     """Start time in the system's unit. Together with the pid it identifies a process."""
@@ -67,7 +67,7 @@ class Job(NamedTuple):
             pids |= below(pids)
         spared = self.spared | self.ancestors | {os.getpid()}
         if self.helpers:
-            # Listed last: a helper may just have started a process.
+            # Last, because a helper may just have started a process.
             spared |= self.helpers | below(self.helpers)
         found = map(_read, pids - spared)
         return [each for each in found if each is not None and each.state not in proc.ENDED]
@@ -120,11 +120,11 @@ def _is_marked(pid: int, run_id: str) -> bool:
 def end(
     job: Job, *, patience: float = 0.0, soft: float = 3.0, idle: Callable[[float], None] = pause
 ) -> list[str]:
-    """End every process of a job. Return descriptions of those that did not end by themselves.
+    """End all processes of a job. Return descriptions of those that did not end by themselves.
 
     Args:
         job: The job.
-        patience: Seconds in which they may end by themselves.
+        patience: Seconds for them to end by themselves.
         soft: Seconds between SIGTERM and SIGKILL.
         idle: Waits for some seconds, and reaps children if the caller is their parent.
     """
@@ -142,7 +142,7 @@ def end(
         left = job.processes()
     deadline = time.monotonic() + 2.0
     while left and time.monotonic() < deadline:
-        # List them again each time: one may start while its parent is being killed.
+        # List them again each time, because one may start while its parent is being killed.
         for process in left:
             send(process, signal.SIGKILL)
         idle(0.05)

@@ -1,9 +1,9 @@
 """Watch the processes of ranks: their ends, their leftover children, and a missing probe.
 
 The kernel's log and the cgroup's counter show whether the out-of-memory killer ended a process. The
-probe is loaded by the ``sitecustomize`` of a folder on PYTHONPATH. It is not loaded with ``-S``,
-which imports no sitecustomize, nor with ``-I`` and ``-E``, which ignore that variable, nor if a
-wrapper starts the ranks without the variable (``env -i``, ``sudo``), nor before Python 3.10.
+``sitecustomize`` of a folder on PYTHONPATH loads the probe. It is not loaded with ``-S``, which
+skips sitecustomize, with ``-I`` and ``-E``, which ignore that variable, if a wrapper starts the
+ranks without the variable (``env -i``, ``sudo``), or before Python 3.10.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class OomWatch:
         self._killed: set[int] = set()
 
     def verdict(self, pid: int) -> str:
-        """Return the evidence that the killer ended ``pid``: ``kernel``, ``cgroup``, or nothing."""
+        """Return the evidence that the killer ended ``pid``: ``kernel``, ``cgroup``, or empty."""
         if self.in_log(pid):
             return "kernel"
         after = _cgroup_counters()
@@ -91,7 +91,7 @@ class OomWatch:
             try:
                 line = os.read(self._log, 8192).decode("utf-8", "replace")
             except BrokenPipeError:
-                # Some lines were overwritten, and the next ones can be read.
+                # Some lines were overwritten, but the next ones can be read.
                 continue
             except OSError:
                 break
@@ -110,10 +110,10 @@ class OomWatch:
 LEFTOVER_PATIENCE = 4.0
 """Seconds for a dead rank's DataLoader workers to end by themselves.
 
-torch's workers check every 5 seconds, a stuck one never does, and all must be gone after 10.
+torch's workers check every 5 seconds, except stuck ones, and all must be gone after 10.
 """
 
-LEFTOVER_GRACE = 2.0  # Seconds between SIGTERM and SIGKILL for the others
+LEFTOVER_GRACE = 2.0  # Seconds between SIGTERM and SIGKILL for those that do not
 
 
 @dataclass
@@ -130,7 +130,7 @@ class RankWatch:
     """Follow the rank processes of a run by their pidfds.
 
     A rank is torchrun's child, not ours. So its exit status is read from its zombie, between its
-    end and torchrun's ``wait``. If that is too late, the status remains unknown.
+    end and torchrun's ``wait``. If that fails, the status remains unknown.
     """
 
     def __init__(self) -> None:
@@ -203,7 +203,7 @@ class RankWatch:
         """End processes of dead ranks that have not ended in time.
 
         The keepers or the supervisor adopt them. A rank's worker keeps the rank's session. A
-        program that the job put in the background on purpose has another session.
+        program that the job starts in the background on purpose has its own session.
         """
         if not self._dead:
             return
@@ -240,24 +240,24 @@ def _exit_record(rank: int, restart: int, pid: int, status: int | None, oom: str
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*t?)?$")
 _OLD = re.compile(r"python(2|2\.\d+|3\.\d)$")  # The program of a Python before 3.10
-_BARE_OPTIONS = "SIE"  # Options of Python that keep it from loading the probe
+_BARE_OPTIONS = "SIE"  # Options with which Python does not load the probe
 _WITH_VALUE = "WX"
 _NO_PYTHON = ("--no-python", "--no_python")
 _LAST_OPTIONS = "cm"  # Options that are followed by the program
-_MAX_PROCESSES = 4096  # Maximum number of examined processes of a job
+_MAX_PROCESSES = 4096  # Maximum number of processes of a job to examine
 
 
 def bare_option(words: Sequence[str], through_torchrun: bool = False) -> str:
-    """Return the option, such as ``-S``, that keeps a command's Python from loading the probe.
+    """Return the option, such as ``-S``, with which a command's Python does not load the probe.
 
-    torchrun starts its ranks without such options, unless it starts another program than Python.
+    torchrun starts its ranks without such options, unless their program is not Python.
     """
     if through_torchrun:
         programs = [place for place, word in enumerate(words) if word in _NO_PYTHON]
         words = words[programs[0] + 1 :] if programs else ()
     for place, word in enumerate(words):
         if _PYTHON.match(os.path.basename(word)):
-            # Words after the script belong to the script.
+            # Words after the script are its arguments.
             return _option(words[place + 1 :])
     return ""
 
@@ -285,7 +285,7 @@ def _option(words: Sequence[str]) -> str:
 
 
 def why_unwatched(option: str) -> str:
-    """Return why no rank can be watched."""
+    """Return the reason why no rank can be watched."""
     return f"`python {option}` does not load ddpdoctor's probe"
 
 

@@ -1,7 +1,7 @@
 """Watch the run directory while the job runs: write records, examine the ranks, report findings.
 
-Also write run.json and the files by which other commands find the live run, and prepare the job's
-environment.
+Also write run.json and the files with which other commands find the live run, and prepare the
+job's environment.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def run_manifest(directory: Path, command: Command, debugging: Debugging | None)
 # -- files of the run directory that show the live run
 
 
-MAX_SHOWN = 64 << 10  # Bytes shown from the end of the job's stderr
-SHOW_INTERVAL = 1.0  # Seconds between two writes of them
+MAX_SHOWN = 64 << 10  # Maximum bytes to show from the end of the job's stderr
+SHOW_INTERVAL = 1.0  # Seconds between two writes of these bytes
 
 
 class StderrFile:
@@ -127,7 +127,7 @@ def keep_stderr(directory: Path, passthrough: Passthrough) -> None:
 
 EXAMINE_INTERVAL = 5.0  # Seconds between two examinations of a job without events
 MAX_EXAMINE_SHARE = 0.1  # Maximum share of a core for these examinations
-KILL_GRACE = 5.0  # Maximum seconds of grace for a job that hangs
+KILL_GRACE = 5.0  # Maximum grace period of a job that hangs, in seconds
 SETTLE_TIME = 0.7  # Seconds for the other ranks' records to arrive after an event
 
 _DEBUGGER, _DEBUGGER_END = "the debugger", "the end of the debugger"
@@ -142,7 +142,7 @@ class RunWatch:
 
     An error in one part ends only that part. The job and all other parts continue.
 
-    The arguments are those of the supervisor, with its keepers and signals.
+    The arguments are those of the supervisor, and its keepers and signals.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class RunWatch:
         self._debugging = debugging if directory is not None else None
         self._keepers = keepers
         self._signals = signals
-        self.killed = False  # The job was ended because it hung
+        self.killed = False  # Whether the job was ended because it hung
         self._ranks = RankWatch()
         self._gpus: GpuWatch | None = None
         self._gpu_poll: GpuPoll | None = None
@@ -181,13 +181,13 @@ class RunWatch:
         self._stragglers: Stragglers | None = None
         self._watches: dict[str, Suspicions | Stragglers | HangWatch | LinkWatch | Vitals] = {}
         self._trouble = 0
-        self._happened: float | None = None  # Time of the first event that has not been examined
+        self._happened: float | None = None  # Time of the first event still to be examined
         self._mute_reported = False
         self._examined = time.monotonic()
         self._cost = 0.0  # CPU seconds of the last examination
         self._ticks = 0
 
-    # -- the beginning
+    # -- the start
 
     def open(self) -> None:
         """Create the files of the run."""
@@ -238,7 +238,7 @@ class RunWatch:
             self._debugging = None
 
     def environment(self) -> dict[str, str]:
-        """Return the environment of the job. Without a run directory, this is the process's own."""
+        """Return the job's environment. Without a run directory, it is that of this process."""
         environment = dict(os.environ)
         if self._directory is None:
             return environment
@@ -256,7 +256,7 @@ class RunWatch:
     def started(self) -> None:
         """Start watching the job, whose command has just started."""
         if self._debugging is not None and self._directory is not None:
-            # This chooses the label, which is part of the manifest.
+            # Before the manifest, which contains the label that is chosen here.
             self._guarded(_DEBUGGER, self._debugging.announce, self._directory)
         if self._directory is not None:
             self._begin(self._directory)
@@ -340,7 +340,7 @@ class RunWatch:
     @property
     def descriptors(self) -> list[int]:
         """Descriptors that become readable when a rank ends."""
-        # After an error in that part they are not read, and would wake the loop all the time.
+        # After an error in that part they are not read, and would wake the loop constantly.
         return [] if _RANKS in self._reporter.faults else self._ranks.descriptors
 
     def check(self, ended: Iterable[int] = ()) -> None:
@@ -394,14 +394,14 @@ class RunWatch:
                 self._happened = now - SETTLE_TIME
         if self._new_trouble(run):
             self._happened = self._happened or now
-        # With many ranks an examination takes long. The supervisor is to leave the cores to them.
+        # With many ranks an examination takes long, and the ranks need the cores.
         idle = self._examined + max(EXAMINE_INTERVAL, self._cost / MAX_EXAMINE_SHARE)
         due = idle if self._happened is None else self._happened + SETTLE_TIME
         if now >= due:
             self._happened, self._examined = None, now
             if self._stragglers is not None:
                 guarded(_STRAGGLERS, self._stragglers.ask, run)
-            # Include what was written in between.
+            # Include the records written in between.
             began = time.thread_time()
             self._examine(self._read() or run)
             self._cost = time.thread_time() - began
@@ -417,7 +417,7 @@ class RunWatch:
             )
 
     def _note(self, report: Callable[[], Iterable[Record]]) -> bool:
-        """Write the records that a part returns. Returns whether there were any."""
+        """Write the records that a part returns. Return whether there were any."""
         reported = False
         for record in report():
             self.write(record)
@@ -434,7 +434,7 @@ class RunWatch:
 
     @property
     def helpers(self) -> frozenset[int]:
-        """Processes of ddpdoctor that are below the supervisor. They may have children."""
+        """Pids of ddpdoctor's processes below the supervisor. They may have children."""
         trackers = {self._tracking.pid} if self._tracking is not None else set()
         return frozenset(trackers | (self.nodes.pids if self.nodes is not None else set()))
 
@@ -488,7 +488,7 @@ class RunWatch:
             self._signals.end_job(min(grace, KILL_GRACE) if hang else grace)
 
     def slept(self, seconds: float) -> None:
-        """Account for a stop of the whole job for ``seconds``."""
+        """Ignore a period of ``seconds`` in which the whole job was stopped."""
         if self._hangs is not None:
             self._guarded(_HANGS, self._hangs.slept, seconds)
 
@@ -503,13 +503,13 @@ class RunWatch:
     def end(self, status: int, ready: Callable[[], Iterable[int]]) -> Run | None:
         """Write the last records and report the last findings, after the job's command has ended.
 
-        ``ready`` returns those of :attr:`descriptors` that are readable. Return the run at its end,
-        if it can be read.
+        ``ready`` returns the readable ones of :attr:`descriptors`. Return the run at its end, if it
+        can be read.
         """
         self._guarded(_SOURCE, self._reporter.tell_source)
         if (run := self._read()) is not None:
             self._guarded(_RANKS, self._note, partial(self._ranks.follow, run))
-        # Ranks that ended together with the job.
+        # Some ranks ended together with the job.
         for descriptor in ready():
             self._guarded(_RANKS, self._rank_ended, descriptor)
         if self._debugging is not None:
@@ -531,7 +531,7 @@ class RunWatch:
         return run
 
     def summarize(self, run: Run | None, status: int) -> None:
-        """Print how the run ended, and send it."""
+        """Print the summary of the run, and send it to the targets of ``--notify``."""
         if run is not None:
             judge = self.nodes.judge if self.nodes is not None else ""
             self._guarded("the summary", self._reporter.summary, run, judge)

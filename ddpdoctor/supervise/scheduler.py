@@ -1,4 +1,4 @@
-"""What the scheduler of the machine says about the job that it started, and asks to end."""
+"""Ask the machine's scheduler about the job that it started, and why it ends the job."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Scheduler:
 
     @property
     def restarts(self) -> str:
-        """A sentence if Slurm has started the job before. Empty otherwise."""
+        """Return a sentence if Slurm has started the job before. Otherwise empty."""
         count = os.environ.get("SLURM_RESTART_COUNT", "0") if self._job else "0"
         if not count.isdigit() or int(count) == 0:
             return ""
         return f"Slurm has started job {self._job} again (restart {int(count)})"
 
     def ask(self) -> None:
-        """Begin to ask why the job is asked to end. Slurm may forget it soon."""
+        """Start to query why the job is asked to end, because Slurm may forget it soon."""
         self._is_asked = True
         if self._thread is None and self._job:
             self._thread = threading.Thread(target=self._ask, name="ddpdoctor-slurm", daemon=True)
@@ -41,7 +41,7 @@ class Scheduler:
         self._why = slurm.why_stopped(self._job, TIMEOUT)
 
     def why(self) -> str:
-        """Return why the job was asked to end, after `TIMEOUT` at most. Empty if not known."""
+        """Return why the job was asked to end, after at most `TIMEOUT`. Empty if unknown."""
         if self._thread is not None:
             self._thread.join(TIMEOUT)
         if self._is_asked and not self._why and self._pod:

@@ -36,14 +36,14 @@ from ddpdoctor.system.process_activity import CoreClocks
 
 
 MIN_STEPS, MIN_FIRST_STEPS = 8, 4
-"""Minimum steps after the warm-up, or in total, to suspect a rank. A verdict needs more, but a job
-that ends soon has to be sampled before it.
+"""Minimum number of steps after the warm-up, or in total, to suspect a rank. A verdict needs more,
+but a job that ends soon has to be sampled early.
 """
 
 CHECK_INTERVAL = 1.0  # Minimum seconds between two checks of the steps
 MAX_CHECK_SHARE = 0.1  # Maximum share of a core for the checks
-MIN_BUSY = 0.1  # Minimum share of a core for a process to be named
-MAX_NAMED = 6  # Maximum number of named processes
+MIN_BUSY = 0.1  # Minimum share of a core for a process to be recorded
+MAX_NAMED = 6  # Maximum number of processes to record
 
 
 class Stragglers:
@@ -80,18 +80,18 @@ class Stragglers:
         """Request samples if a rank seems slow.
 
         The rules wait for requested samples. So request them before the rules examine the run, or
-        their finding names no line.
+        their finding lacks the line.
         """
         now = time.monotonic()
         if run.restarts[-1] != self._restart or self._waiting or run.exit_status is not None:
             return
         if now < self._due - CHECK_INTERVAL:
-            # The last check took long, since there are many ranks.
+            # The last check took long, because there are many ranks.
             return
         if len(self._suspected) >= MAX_PROFILES:
             return
         began = time.thread_time()
-        # A rank may be slow for another reason at the beginning than later.
+        # A rank may be slow for a different reason later.
         fresh = (
             each
             for each in lags(run, MIN_STEPS, MIN_FIRST_STEPS)
@@ -181,14 +181,14 @@ def _busy(
 
 
 EXAMINED_STEPS = 16  # Number of steps that the ranks examine one by one
-MAX_TENSORS = 3  # Number of differing tensors whose elements the ranks write
+MAX_TENSORS = 3  # Maximum number of differing tensors whose elements the ranks write
 LEAD_TIME = 0.1  # Seconds for the ranks to read the request before the named step ends
 MAX_OPEN = 1024  # Maximum number of fingerprints waiting for those of other ranks
 _Key = tuple[int, int, int]  # Module, step, number of forwards whose backward was reduced
 
 
 class Suspicions:
-    """Compare the fingerprints of a run as they are written, and request details by a page."""
+    """Compare the fingerprints of a run as they are written, and request details through a page."""
 
     def __init__(self, page: SuspicionWriter, write: Callable[[Record], None]) -> None:
         self._page = page
@@ -200,7 +200,7 @@ class Suspicions:
         self._read: dict[int, int] = {}
         self._groups: dict[int, dict[int, tuple[int, ...]]] = {}
         self._open: dict[_Key, dict[int, FingerprintRecord]] = {}
-        self._suspected = False  # The ranks were asked to examine their steps
+        self._suspected = False  # Whether the ranks were asked to examine their steps
         self._located: Suspicion | None = None  # The last request, which named tensors
         self._waiting: set[int] = set()  # Ranks that have not written their elements yet
         self._until: float | None = None
@@ -239,7 +239,7 @@ class Suspicions:
         """Compare a fingerprint with those of the other ranks, once all have arrived."""
         module = record.module
         group = self._groups.get(module, {}).get(rank.rank, ())
-        # Ranks of other nodes are compared by their own supervisor.
+        # Other nodes compare their ranks themselves.
         mine = {each.rank for each in run.last} & set(group)
         if len(mine) < 2:
             return
@@ -266,7 +266,7 @@ class Suspicions:
             return
         newest = max((each.status.step for each in run.last if each.status is not None), default=0)
         totals = [each.total for rank in run.last for each in rank.steps[-64:] if each.total > 0]
-        # Steps become faster when other processes leave the machine, so use a fast one.
+        # Steps become faster when other processes leave the machine, so assume a fast step.
         quick = sorted(totals)[len(totals) // 4] if totals else LEAD_TIME * 1e9
         ahead = 1 + math.ceil(LEAD_TIME * 1e9 / quick)
         suspicion = Suspicion(
@@ -303,9 +303,9 @@ _NEVER = float("inf")
 
 
 class GpuWatch:
-    """Query the driver in a thread, since that may take seconds, or hang with the driver.
+    """Query the driver in a thread, because that may take seconds, or hang with the driver.
 
-    Only the number of other users' processes is kept. Ranks in another pid namespace are skipped,
+    Of other users' processes, only the number is kept. Ranks in another pid namespace are skipped,
     because their pids mean something else. ``make`` creates the reader in that thread.
     """
 
@@ -324,7 +324,7 @@ class GpuWatch:
         self._thread: threading.Thread | None = None
         self._results: list[GpusRecord | FaultRecord] = []
         self._reported: set[tuple[object, ...]] = set()
-        self._slow = 0  # How often ranks were suspected to be slow
+        self._slow = 0  # Number of times that ranks were suspected to be slow
 
     def look_at(self, run: Run) -> Iterator[GpusRecord | FaultRecord]:
         """Start a query when one is due. Yield the results of the last one if they are new."""
@@ -378,7 +378,7 @@ class GpuWatch:
         held: list[HeldMemory] = []
         foreign: dict[Device, set[int]] = {}
         for device in self._reader.devices():
-            # The driver lists processes by the whole GPU, whose UUID is not that of a partition.
+            # The driver lists processes of the whole GPU, whose UUID is not that of a partition.
             processes = (not device.mig and self._reader.processes(device)) or ()
             foreign[device] = {process.pid for process in processes} - ranks.keys()
             for process in processes:

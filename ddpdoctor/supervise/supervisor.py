@@ -1,4 +1,4 @@
-"""Start a job, watch it, pass signals on, and end what it leaves behind."""
+"""Start a job, watch it, pass signals on, and end the processes that it leaves behind."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ POLL_INTERVAL = 0.5  # Seconds between two reads of the run directory
 
 _WATCH, _WATCH_END = "the watch", "the end of the watch"
 
-SOURCE_TIMEOUT = 10.0  # Seconds that --strict waits for the check of the job's code
+SOURCE_TIMEOUT = 10.0  # Seconds for which --strict waits for the check of the job's code
 
 LEFTOVER_TIMEOUT = 2.0  # Seconds for the job's processes to end after its command has ended
 
@@ -46,7 +46,7 @@ class Supervisor:
         directory: The run directory. None if it cannot be created: the job runs unwatched.
         passthrough: Carries the job's stderr.
         reporter: Prints findings.
-        debugging: The debugger's part, or None for a run without.
+        debugging: The debugger's part. None for a run without a debugger.
         inherited: The descriptors above 2 that the job inherits, as without ddpdoctor.
     """
 
@@ -59,7 +59,7 @@ class Supervisor:
         debugging: Debugging | None,
         inherited: Sequence[int],
     ) -> None:
-        # The processes of a run within a run have both ids.
+        # Processes of a nested run have both ids.
         outer = os.environ.get(MARK)
         own = f"{int(time.time())}-{os.urandom(6).hex()}"
         self._run_id = f"{outer}/{own}" if outer else own
@@ -97,7 +97,7 @@ class Supervisor:
         status = self._finish(self._keepers.status)
         self._guarded("the end of the job's processes", self._keepers.dismiss, self._idle)
         self._guarded(_WATCH_END, self._watch.close)
-        # A run that was asked to end does so, even if its stderr is no longer read.
+        # A run that was asked to end has to end, even if its stderr is no longer read.
         patience = 1.0 if self._signals.received else None
         self._guarded("the job's stderr", self._passthrough.finish, patience)
         return status
@@ -120,10 +120,9 @@ class Supervisor:
         self._guarded(_WATCH, self._watch.started)
 
     def _turn(self, ready: list[int]) -> list[int]:
-        """Do all due work, first for the job's processes, and wait for more.
+        """Perform all tasks that are due, first for the job's processes, and wait for more.
 
-        The argument and the result are the watch's readable descriptors in the last turn and in
-        this one.
+        ``ready`` holds the watch's readable descriptors of the last turn. Return those of this one.
         """
         self._reap()
         stopped = self._keepers.poll()

@@ -1,6 +1,6 @@
 """``--log-to``: the process that sends the run to experiment trackers.
 
-Their clients may hang, crash, or print. None of that reaches the job, and the end of the run waits
+Their clients may hang, crash, or print. None of that reaches the job, and at its end the run waits
 for them only for a while.
 """
 
@@ -19,7 +19,7 @@ from ddpdoctor.supervise import processes
 from ddpdoctor.system.proc import readable
 
 END_TIMEOUT = 15.0  # Seconds to send the end of the run
-OUTPUT = "trackers.log"  # What the clients print, in the run directory
+OUTPUT = "trackers.log"  # File in the run directory with the clients' output
 
 
 _RANKS = "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"
@@ -31,12 +31,12 @@ def is_first(environ: Mapping[str, str]) -> bool:
 
 
 class Tracking:
-    """Starts and ends the process.
+    """Starts and ends the process that sends the run.
 
     Args:
         directory: The run directory.
         targets: As on the command line.
-        say: Takes a line for the user.
+        say: Prints a line for the user.
     """
 
     def __init__(self, directory: Path, targets: Sequence[str], say: Callable[[str], None]) -> None:
@@ -60,7 +60,7 @@ class Tracking:
         return self._process.pid
 
     def poll(self) -> bool:
-        """Print what the process has to say. Return False once it has ended."""
+        """Print the messages of the process. Return False once it has ended."""
         try:
             data = os.read(self._reading, 1 << 16)
         except BlockingIOError:
@@ -83,7 +83,7 @@ class Tracking:
             alive = self.poll()
         if alive:
             self._say(f"warning: --log-to: not all was sent within {END_TIMEOUT:g} s; ending it")
-            # Clients start helpers, some of them in a session of their own.
+            # Clients start helpers, some in a separate session.
             helpers = processes.Job("", frozenset({process.pid})).processes()
             process.kill()
             for each in helpers:

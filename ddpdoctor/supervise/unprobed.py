@@ -1,7 +1,7 @@
 """Find and examine the ranks of a job that runs without ddpdoctor, from outside.
 
-Nothing is loaded into a rank, and none is paused: py-spy reads the stacks, and ``/proc`` shows what
-the processes do. Steps, and the numbers and groups of collectives, remain unknown.
+Nothing is loaded into a rank, and no rank is paused: py-spy reads the stacks, and ``/proc`` shows
+the activity of the processes. Steps, and the numbers and groups of collectives, remain unknown.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _RANKS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     ("PMI_RANK", "PMI_SIZE"),
 )
-"""Variables of a rank's number and of the world size, those of torchrun first."""
+"""Variables with the rank and the world size, torchrun's first."""
 
 _JOBS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 """Variables whose values are equal in all ranks of a job."""
@@ -68,8 +68,8 @@ class Job:
 
     Attributes:
         ranks: The processes by rank.
-        world_size: The number of ranks on all nodes. 0 if not known.
-        name: The script with the process that started the ranks, for people.
+        world_size: The number of ranks on all nodes. 0 if unknown.
+        name: The script and the process that started the ranks, to print.
         environ: The environment of the first rank.
     """
 
@@ -80,7 +80,7 @@ class Job:
 
     @property
     def started(self) -> int:
-        """When the first rank started, in Unix nanoseconds."""
+        """Time at which the first rank started, in Unix nanoseconds."""
         return min(each.began for each in self.ranks.values())
 
     @property
@@ -99,7 +99,7 @@ def of_pid(pid: int) -> Listed:
     """Return a process of this user, or of any user for root.
 
     Raises:
-        DoctorError: There is none, or it belongs to another user.
+        DoctorError: If it does not exist or belongs to another user.
     """
     found = named(PROC, pid)
     if found is None or not found.alive:
@@ -113,10 +113,10 @@ def find(pid: int | None) -> Job:
     """Find the job that a process belongs to: a rank, its launcher, or a process of a rank.
 
     Args:
-        pid: The process. None stands for the newest job of this user.
+        pid: The process. None selects the newest job of this user.
 
     Raises:
-        DoctorError: There is none, or it belongs to another user or to a run of ddpdoctor.
+        DoctorError: If there is none, or it belongs to another user or to a run of ddpdoctor.
     """
     chosen = of_pid(pid) if pid is not None else None
     uid = chosen.uid if chosen is not None else os.geteuid()
@@ -132,7 +132,7 @@ def find(pid: int | None) -> Job:
         jobs = _of(chosen, jobs) or _spawned(chosen)
     newest = max(jobs, key=lambda job: max(each.started for each in job.ranks.values()))
     if MARK in newest.environ:
-        # A chosen directory is named by its path.
+        # Name a chosen directory by its path.
         run = Path(newest.environ.get(RUN_DIRECTORY, ""))
         name = run.name if run.parent == rundir.base_directory() else str(run)
         raise DoctorError(
@@ -143,7 +143,7 @@ def find(pid: int | None) -> Job:
 
 
 def _jobs(processes: Mapping[int, Listed]) -> list[Job]:
-    """Return the jobs whose ranks have their number in their environment."""
+    """Return the jobs whose ranks have the rank in their environment."""
     for rank_name, world_name in _RANKS:
         grouped: dict[tuple[str, ...], list[tuple[int, Listed, dict[str, str]]]] = defaultdict(list)
         for each in processes.values():
@@ -183,7 +183,7 @@ def _name(rank: Listed, launcher: Listed) -> str:
 
 
 def _above(process: Listed, processes: Mapping[int, Listed]) -> list[int]:
-    """Return the ancestors of a process, the nearest first."""
+    """Return the ancestors of a process, nearest first."""
     found: list[int] = []
     above = processes.get(process.parent)
     while above is not None and above.pid not in found:
@@ -193,7 +193,7 @@ def _above(process: Listed, processes: Mapping[int, Listed]) -> list[int]:
 
 
 def _of(chosen: Listed, jobs: Sequence[Job]) -> list[Job]:
-    """Return the jobs that a process started, or else the one in which it is."""
+    """Return the jobs that a process started, or else the job that it belongs to."""
     inside = {chosen.pid, *below({chosen.pid})}
     found = [job for job in jobs if not inside.isdisjoint(each.pid for each in job.ranks.values())]
     return found or [
@@ -202,10 +202,9 @@ def _of(chosen: Listed, jobs: Sequence[Job]) -> list[Job]:
 
 
 def _spawned(chosen: Listed) -> list[Job]:
-    """Return a job without numbers in its environment, such as that of ``mp.spawn``.
+    """Return a job without ranks in its environment, such as one of ``mp.spawn``.
 
-    Its ranks are the processes with torch that were started by one process, in the order of their
-    start.
+    Its ranks are the processes with torch that one process started, in the order of their start.
     """
     above = named(PROC, chosen.parent)
     for parent in (chosen.pid, *([above.pid] if above and maps(above, _TORCH) else [])):
@@ -232,16 +231,16 @@ def _spawned(chosen: Listed) -> list[Job]:
 
 
 def maps(process: Listed, library: str) -> bool:
-    """Return whether a process has mapped a file with such a name."""
+    """Return whether a process has mapped a file whose name contains ``library``."""
     try:
         return library in (process.folder / "maps").read_text(errors="replace")
     except OSError:
         return False
 
 
-# -- what its ranks do
+# -- the activity of its ranks
 
-BETWEEN = 1.5  # Seconds between two looks at the stacks
+BETWEEN = 1.5  # Seconds between two reads of the stacks
 MIN_LOOKS = 4
 MAX_WAKES = 3
 """Maximum wake-ups of a main thread within one wait. One that trains wakes up more often."""
@@ -251,7 +250,7 @@ _CALLS = (
     "torch/distributed/_functional_collectives.py",
     "torch/distributed/nn/functional.py",
 )
-"""Files of torch whose functions wait for other ranks."""
+"""torch's files whose functions wait for other ranks."""
 _NO_WAITS = ("new_group", "destroy_process_group")
 _JOINS = "init_process_group"
 _BACKWARD = "_engine_run_backward"
@@ -259,11 +258,11 @@ _BACKWARD = "_engine_run_backward"
 
 @dataclass(frozen=True)
 class Look:
-    """What was seen of a job.
+    """The result of watching a job.
 
     Attributes:
         job: The job.
-        seconds: How long it was watched.
+        seconds: Time for which it was watched.
         run: A run without a directory, whose ranks were examined.
         moving: The ranks that were seen at different places.
         since: When each rank that does not move last ran, by rank, if the kernel tells.
@@ -277,7 +276,7 @@ class Look:
 
     @cached_property
     def still(self) -> HangSnapshot:
-        """The ranks."""
+        """The examined ranks."""
         found = hang_snapshot(self.run)
         assert found is not None
         return found
@@ -294,7 +293,7 @@ class Look:
 
     @cached_property
     def dumps(self) -> flight_dumps.Dumps | None:
-        """The files that its Flight Recorders have written. None without any."""
+        """The files that its Flight Recorders have written. None if there are none."""
         return _dumps(self.job)
 
     @property
@@ -308,7 +307,7 @@ class Look:
 
     @cached_property
     def findings(self) -> list[Finding]:
-        """Why the job makes no progress. Empty if it does, or stands still only briefly."""
+        """Return why the job makes no progress. Empty if it does, or has stopped only briefly."""
         if self.stood < MIN_SILENCE:
             return []
         if self.dumps is not None:
@@ -319,7 +318,7 @@ class Look:
             if found:
                 return found
         if not self.job.world_size and not any(each.joined for each in self.still.ranks):
-            # How many ranks have to come is unknown.
+            # The number of ranks to wait for is unknown.
             return []
         return diagnose(self.still, False)
 
@@ -329,10 +328,10 @@ def look(job: Job, seconds: float) -> Look:
 
     Args:
         job: The job.
-        seconds: For how long, at least.
+        seconds: Minimum time to watch them.
 
     Raises:
-        DoctorError: The job has ended.
+        DoctorError: If the job has ended.
     """
     clock = time.time_ns()
     before = {rank: sample(each.pid) for rank, each in job.ranks.items()}
@@ -361,7 +360,7 @@ def look(job: Job, seconds: float) -> Look:
 
 
 def _record(job: Job, found: Sequence[RankEvidence], clock: int, *, everybody: bool) -> HangRecord:
-    """Make the record of an examination of the evidence that was gathered since a time."""
+    """Make the record of an examination from the evidence gathered since ``clock``."""
     if any(each.phase is None for each in found):
         # Ranks that do something else have not got that far.
         other = Phase.OTHER.label
@@ -386,7 +385,7 @@ def _record(job: Job, found: Sequence[RankEvidence], clock: int, *, everybody: b
 
 
 def _looks(job: Job, seconds: float) -> tuple[list[dict[int, RankStacks]], float]:
-    """Read the stacks of all ranks several times. Return them and the seconds that it took."""
+    """Read the stacks of all ranks several times. Return them and the seconds that this took."""
     began = time.monotonic()
     found: list[dict[int, RankStacks]] = []
     while len(found) < MIN_LOOKS or time.monotonic() < began + seconds:
@@ -400,7 +399,7 @@ def _moves(evidence: RankEvidence, looks: Sequence[RankStacks]) -> bool:
     """Return whether a rank moved between looks, or woke up in what looks like a single wait."""
     if len({(_place(each), _where(_main(each))) for each in looks}) > 1:
         return True
-    # Other waits may poll, and so do some of NCCL's.
+    # Other waits may poll, and some of NCCL's do.
     one = _waits(evidence) and evidence.backend != "nccl"
     return one and evidence.activity is not None and evidence.activity.switches > MAX_WAKES
 
@@ -410,7 +409,7 @@ def _waits(evidence: RankEvidence) -> bool:
 
 
 def _stirs(evidence: RankEvidence) -> bool:
-    """Return whether a thread computes. A script may train in another one than the main thread."""
+    """Return whether any thread computes, because a script may not train in the main thread."""
     return evidence.activity is not None and evidence.activity.cpu >= MIN_STIR
 
 
@@ -433,7 +432,7 @@ def read(ranks: Iterable[tuple[int, Listed]]) -> list[RankStacks]:
 
 
 def _evidence(job: Job, rank: int, looks: Sequence[RankStacks]) -> RankEvidence:
-    """Infer from its stacks where a rank is."""
+    """Infer a rank's position from its stacks."""
     newest = looks[-1]
     phase, collective = _where(_main(newest))
     if phase is None:
@@ -465,7 +464,7 @@ def _where(frames: Sequence[Frame]) -> tuple[str | None, str]:
         return Phase.BACKWARD.label, ""
     last = innermost(frames)
     if last is not None and last == frames[-1] and ".wait(" in statement(last.path, last.line):
-        # A method of C++ has no frame.
+        # A C++ method has no frame.
         return Phase.WAIT.label, "Work.wait"
     return Phase.OTHER.label, ""
 
@@ -480,7 +479,7 @@ def _main(stacks: RankStacks) -> tuple[Frame, ...]:
 
 
 def _uses_nccl(pid: int) -> bool:
-    """Return whether a process has a communicator of NCCL, by the names of torch's threads."""
+    """Return whether a process has an NCCL communicator, as the names of its threads show."""
     for path in (PROC / str(pid) / "task").glob("*/comm"):
         with contextlib.suppress(OSError):
             if path.read_text().startswith("pt_nccl"):
@@ -500,7 +499,7 @@ def _dumps(job: Job) -> flight_dumps.Dumps | None:
     for rank, process in job.ranks.items():
         path = Path(f"{prefix}{rank}")
         with contextlib.suppress(OSError):
-            # Files of an earlier job have the same names.
+            # An earlier job's files have the same names.
             if prefix and path.stat().st_mtime_ns >= process.began:
                 files.append(str(path))
     try:
@@ -509,11 +508,11 @@ def _dumps(job: Job) -> flight_dumps.Dumps | None:
         return None
 
 
-# -- in words
+# -- descriptions
 
 
 def lines(look: Look) -> Iterator[str]:
-    """Describe the ranks, and say who waits for whom."""
+    """Describe the ranks, and which ranks they wait for."""
     job, ranks = look.job, look.still.ranks
     many = count(len(job.ranks), "rank")
     if job.world_size > len(job.ranks):
@@ -548,7 +547,7 @@ def _doing(seen: Look, rank: RankState) -> str:
 
 
 def remarks(look: Look) -> Iterator[str]:
-    """Say what is not known, and what to do about it."""
+    """Describe what is unknown, and what to do about it."""
     notes = {each.note for each in look.stacks if not each.threads}
     if capture.FORBIDDEN in notes:
         yield (
@@ -556,7 +555,7 @@ def remarks(look: Look) -> Iterator[str]:
             "container: --cap-add SYS_PTRACE"
         )
     elif notes:
-        yield f"without stacks nothing can be said of a hang: {', '.join(sorted(notes))}"
+        yield f"without stacks a hang cannot be diagnosed: {', '.join(sorted(notes))}"
     elif look.dumps is not None:
         yield f"the Flight Recorders of {named_ranks(look.dumps.ranks)} left files, which were read"
     if look.findings or not look.stacks or notes:

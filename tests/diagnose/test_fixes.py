@@ -25,7 +25,8 @@ WITHOUT_JOB = (
     "Look at what is waited for outside",
     "Compare the lines that the ranks are at",
     "Look for its file on its node",
-    "See the worker",
+    "Look at the worker's own output",
+    "Look at the workers' own output",
     "See its native frames",
     "Look at this rank's data",
     "Look at what this rank's optimizer step does",
@@ -33,6 +34,7 @@ WITHOUT_JOB = (
     "Look for a list, a dict or an attribute that keeps results of past steps",
     "See why this line takes longer",
     # `ddpdoctor parity` prints them: tests/parity follows them.
+    "Evaluate the last samples, too",
     "Divide the sum of the losses by the number of all ranks",
     # They take a GPU, several nodes, a slow core, an older torch, or a machine under load.
     "Call torch.cuda.set_device(local_rank)",

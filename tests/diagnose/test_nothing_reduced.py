@@ -202,7 +202,7 @@ def test_what_is_said_of_models_of_each_rank(build: Build) -> None:
         "the DistributedSampler built at /job/train.py:6 was passed to no loader",
         "the sampler built at /job/train.py:5 gives each rank its part of the data",
         "before step 0 the parameters were the same on all ranks",
-        "gradients of SGD before the step 7: norm 8 on rank 0, 9 on rank 1",
+        "gradients of SGD before step 7: norm 8 on rank 0, 9 on rank 1",
         "the parameters that belong to them: norm 2 on rank 0, 9 on rank 1",
         "no DistributedDataParallel was built, and no collective carried as much as a gradient",
     )

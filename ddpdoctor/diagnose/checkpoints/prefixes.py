@@ -1,4 +1,4 @@
-"""Recognize loads that failed on the prefix of the DDP wrapper alone."""
+"""Recognize loads that failed only because of the DDP wrapper's prefix."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _MISSING = re.compile(r"Missing key\(s\) in state_dict: ([^\n]+)")
 _UNEXPECTED = re.compile(r"Unexpected key\(s\) in state_dict: ([^\n]+)")
 _KEY = re.compile(r"\"([^\"]+)\"")
 PREFIX = "module."
-MIN_PREFIXED = 0.8  # Minimum ratio of names that differ only by the prefix
+MIN_PREFIXED = 0.8  # Minimum fraction of names that differ only by the prefix
 
 
 def refused_for_prefix(run: Run, cause: Ending) -> bool:
-    """Return whether DDP502 names an exception: a load that failed on the wrapper's prefix."""
+    """Return whether DDP502 explains an exception, because a load failed on DDP's prefix."""
     return prefixed_names(run, cause) is not None
 
 
 def prefixed_names(run: Run, cause: Ending) -> tuple[str, str] | None:
-    """Return a name in the model and in the checkpoint if a load failed on the prefix alone.
+    """Return a name in the model and in the checkpoint if a load failed on the prefix only.
 
     Other missing names, such as those of new buffers, do not matter.
     """

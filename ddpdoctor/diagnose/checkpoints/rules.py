@@ -1,4 +1,4 @@
-"""Rules for checkpoints (DDP5xx): who writes them, what is in them, and where they are loaded."""
+"""Rules for checkpoints (DDP5xx): the ranks that write them, the content, and the loads."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _HOLDS = {
     ),
     "wrapper": (
         "the whole DDP wrapper, pickled",
-        "it can be read only in a process group, with the same sources at hand",
+        "it can be read only in a process group, with the same source tree",
     ),
     "module": (
         "a whole model, pickled",
-        "it can be read only with the same sources at hand, and weights_only=False",
+        "it can be read only with the same source tree, and weights_only=False",
     ),
 }
-"""Wrong content of a checkpoint by the probe's name: a description, and the consequence."""
+"""Wrong content of a checkpoint, by the probe's name for it: a description, and the consequence."""
 
 
 _Writers = list[tuple[Rank, SaveRecord]]
@@ -55,12 +55,12 @@ def save_on_every_rank(run: Run) -> Iterator[Finding]:
         load it unsafely is wrong.
 
     Why it is bad
-        The writes overlap. A rank that reads the file, or a job that is stopped meanwhile, finds a
-        damaged checkpoint: 2 of 30 loads failed in a test with two ranks.
+        The writes overlap. A rank that reads the file, or a job that is stopped and restarted,
+        finds a damaged checkpoint: 2 of 30 loads failed in a test with two ranks.
 
     How to fix it
-        Save on rank 0 only, to a temporary name that is renamed afterwards, with a barrier before
-        other ranks read it. If each rank has a state to save, put the rank into the file name.
+        Save on rank 0 only, under a temporary name, rename it, and call a barrier before other
+        ranks read it. If each rank has its own state to save, put the rank into the file name.
 
     Example
         Wrong:
@@ -102,7 +102,7 @@ def save_on_every_rank(run: Run) -> Iterator[Finding]:
             evidence += [
                 f"it says: {_short(reader.text)}",
                 f"it was read at {reader.location}",
-                "what torch advises (weights_only=False) does not help here, and is unsafe",
+                "torch's advice (weights_only=False) does not help here, and is unsafe",
             ]
         yield Finding(
             code="DDP501",
@@ -124,7 +124,7 @@ def _short(text: str) -> str:
 
 @rule("DDP502", "save-wrapped-state", Severity.INFO)
 def save_wrapped_state(run: Run) -> Iterator[Finding]:
-    """The state of the DDP wrapper was saved instead of the model's.
+    """The DDP wrapper's state was saved instead of the model's.
 
     What it finds
         A checkpoint whose parameter names all begin with `module.`, or a pickled model or wrapper.
@@ -134,7 +134,7 @@ def save_wrapped_state(run: Run) -> Iterator[Finding]:
     Why it is bad
         The names match only a model that is wrapped in DDP again: a single process or an inference
         script fails with "Missing key(s) in state_dict". A pickled model needs the same source
-        tree, a pickled wrapper even a process group.
+        tree, and a pickled wrapper also needs a process group.
 
     How to fix it
         Save `model.module.state_dict()`, and load it before you wrap the model, or into
@@ -183,8 +183,8 @@ def _refused(run: Run, cause: Ending, wanted: str, given: str) -> Finding:
     fix = "The checkpoint came from a bare model: load it into `model.module`, or before the wrap."
     if given.startswith(PREFIX):
         fix = (
-            "The checkpoint came from a DDP wrapper: save `model.module.state_dict()`, load it "
-            "into the wrapper, or strip the prefix "
+            "The checkpoint came from a DDP wrapper: save `model.module.state_dict()`, load this "
+            "one into the wrapper, or strip the prefix "
             '({k.removeprefix("module."): v for k, v in state.items()}).'
         )
     same = [each for each in endings(run, run.restarts[-1]) if refused_for_prefix(run, each)]
@@ -262,7 +262,7 @@ def checkpoint_not_applied(run: Run) -> Iterator[Finding]:
 
 
 def _not_applied(rank: Rank) -> Iterator[NotAppliedRecord]:
-    """Yield the loads that applied little and that no better load followed."""
+    """Yield the loads that matched few names and were not followed by a better one."""
     good = {record.number for record in rank.records.of(AppliedRecord)}
     loads = rank.records.of(NotAppliedRecord) if rank.watched(AppliedRecord) else ()
     return (each for each in loads if each.number not in good)
@@ -273,7 +273,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _rename(record: NotAppliedRecord, prefix: str) -> str:
-    """Say how to make the names equal."""
+    """Describe how to make the names equal."""
     if not prefix:
         return (
             "Compare the names of both, and rename those of the checkpoint; then load it with "
@@ -313,12 +313,12 @@ def load_on_another_gpu(run: Run) -> Iterator[Finding]:
     """A rank holds memory on another rank's GPU.
 
     What it finds
-        A rank's process on a GPU, as listed by the driver, on which another rank trains and this
-        one does not. The line is that of a `torch.load` that put tensors there.
+        A rank's process that the driver lists on a GPU on which another rank trains and this one
+        does not. The finding names the `torch.load` that put tensors there, if one did.
 
     Why it is bad
         Without `map_location`, every rank loads a checkpoint's tensors onto the GPU that they were
-        saved from, usually GPU 0. Each rank keeps a CUDA context of some hundred MB there, plus a
+        saved from, usually GPU 0. Each rank keeps a CUDA context of a few hundred MB there, plus a
         copy of the weights: GPU 0 runs out of memory first.
 
     How to fix it
@@ -353,7 +353,7 @@ def load_on_another_gpu(run: Run) -> Iterator[Finding]:
             '"cuda:0" on every rank.'
         )
         if first.load is not None:
-            how = "without map_location" if not first.load.mapped else "by its map_location"
+            how = "without map_location" if not first.load.mapped else "because of its map_location"
             message += f": torch.load put tensors there {how}"
             fix = 'Give torch.load map_location="cpu", or the rank\'s own device.'
         yield Finding(
@@ -387,7 +387,7 @@ def _foreign_memory(run: Run) -> Iterator[_ForeignMemory]:
                 held[each.rank][same_uuid(each.device_uuid)] = each
         for number, gpus in sorted(held.items()):
             own = owned.get(number, set())
-            # A process that does not appear on the rank's own GPU may only share its pid.
+            # A process that is not on the rank's own GPU may have its pid by chance.
             if not own & gpus.keys():
                 continue
             for uuid in sorted(gpus.keys() - own):
@@ -398,7 +398,7 @@ def _foreign_memory(run: Run) -> Iterator[_ForeignMemory]:
 
 
 def _first_load(rank: Rank, uuid: str, before: int) -> GpuLoadRecord | None:
-    """Return the first load that put a tensor on a GPU."""
+    """Return the first load, up to ``before``, that put a tensor on a GPU."""
     return next(
         (
             record

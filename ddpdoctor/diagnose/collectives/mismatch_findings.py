@@ -1,4 +1,4 @@
-"""Findings about ranks whose collectives differ (DDP401, DDP803, DDP804), in a hang or without."""
+"""Findings about ranks whose collectives differ (DDP401, DDP803, DDP804), hanging or not."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _MAX_GROUPS = 4  # Maximum number of groups of ranks in a sentence
 
 
 def mismatch_finding(found: Mismatch, steps: int = 0) -> Finding:
-    """Make the finding (DDP401 or DDP803) about calls that differ. ``steps`` were closed before."""
+    """Make the finding (DDP401 or DDP803) about calls that differ, after ``steps`` closed steps."""
     kind, guilty = found.blame.kind, found.guilty
     if kind == "guard":
         return _guarded_finding(found.blame, guilty[0].call, found.evidence, found.others)
@@ -144,7 +144,7 @@ def _missing(call: Call, others: Sequence[Group]) -> str:
     """Describe what the other ranks did instead of a call under a condition on the rank."""
     for group in others:
         if group.call.name == call.name and group.call.chain != call.chain:
-            # Their next call is of the same kind, so it met this one.
+            # Their next call is of the same kind, so it paired with this one.
             apart = (at for at in group.call.chain if at not in call.chain)
             at = brief(next(apart, group.call.site))
             return f"it met the {call.name} of {named(group.ranks)} at {at}"
@@ -201,7 +201,7 @@ def _listed(parts: Iterable[str]) -> str:
 
 
 def guarded_call(waits: Sequence[Blocked]) -> Finding | None:
-    """Report a call that ranks wait in and that the others skipped or never reach."""
+    """Report a call in which ranks wait, and which the others skipped or never reach."""
     same = same_number(waits)
     if same is not None and same.blame.kind in ("guard", "passed", "alone", "decided", "ended"):
         return mismatch_finding(same, _closed(same, waits))
@@ -209,7 +209,7 @@ def guarded_call(waits: Sequence[Blocked]) -> Finding | None:
         skipped = _skipped(one)
         if skipped is not None:
             return mismatch_finding(skipped, _closed(skipped, waits))
-        # If the missing ranks wait, too, they will not come.
+        # If the missing ranks wait as well, they will not make this call.
         late = [rank for rank in one.absent if rank.in_collective]
         if not late or len(late) < len(one.absent):
             continue
@@ -230,7 +230,7 @@ def guarded_call(waits: Sequence[Blocked]) -> Finding | None:
 
 
 def _closed(found: Mismatch, waits: Sequence[Blocked]) -> int:
-    """Return the steps that blameless ranks had closed at their call, if it is their newest one."""
+    """Return the number of closed steps of blameless ranks, if their call is their newest one."""
     inside = {number for group in found.others for number in group.ranks}
     return min(
         (
@@ -245,9 +245,9 @@ def _closed(found: Mismatch, waits: Sequence[Blocked]) -> int:
 
 
 def _skipped(one: Blocked) -> Mismatch | None:
-    """Return a call from Python that ranks wait in and that ranks ahead of them never made.
+    """Return a Python call in which ranks wait, and which ranks ahead of them never made.
 
-    Ranks may be so far ahead that the call they made instead is no longer recorded.
+    Those ranks may be so far ahead that the call they made instead is no longer recorded.
     """
     ranks = (*one.waiting, *one.ahead)
     calls = {rank.rank: made for rank in ranks if (made := rank.blocked or rank.under_way)}
@@ -275,7 +275,7 @@ def _lines(rank: RankState) -> Sequence[Location]:
 
 
 def same_number(waits: Sequence[Blocked]) -> Mismatch | None:
-    """Compare the waiting ranks' calls with one number, by their Flight Recorders."""
+    """Compare the waiting ranks' calls of the same number, by their Flight Recorders."""
     for one in waits:
         if one.call is None or one.absent:
             continue
@@ -304,9 +304,9 @@ def _unless_usual(found: Mismatch, one: Blocked) -> Mismatch:
 
 
 def _met(one: Blocked, last: Call) -> Mismatch | None:
-    """Return the first number, up to the one that ranks wait in, with different collectives.
+    """Return the first mismatch up to the collective in which ranks wait.
 
-    NCCL does not notice. Such calls may end, and the ranks wait for each other later.
+    NCCL does not notice it. Such calls may end, and the ranks wait for each other later.
     """
     if last.backend != "nccl":
         return None
@@ -327,7 +327,7 @@ def _met(one: Blocked, last: Call) -> Mismatch | None:
 
 
 def _comparable(call: Call) -> Call:
-    """Drop properties that may differ between ranks: a Flight Recorder has each rank's inputs."""
+    """Drop properties that may differ: a Flight Recorder has each rank's own inputs."""
     if call.name.startswith(("all_to_all", "alltoall", "scatter", "gather")):
         return replace(call, numel=-1, dtype="")
     return as_nccl_compares(call) if call.backend == "nccl" else call
@@ -356,7 +356,7 @@ def _before(one: Blocked, call: Call) -> dict[int, list[Call]]:
     known = all(rank.flight for rank in one.waiting)
     if known and all(each.chain for calls in recorded.values() for each in calls):
         return recorded
-    # The ring lacks DDP's collectives.
+    # Not from the ring, which lacks DDP's collectives.
     return {
         rank.rank: [
             each
@@ -392,7 +392,7 @@ def order_finding(waits: Sequence[Blocked]) -> Finding:
 
 
 def _listed_waits(waits: Sequence[Blocked]) -> str:
-    """List the calls that ranks wait in, with group names if groups have the same ranks."""
+    """List the calls in which ranks wait, with group names if groups have the same ranks."""
     calls = [one.waiting[0].under_way or one.waiting[0].blocked for one in waits[:4]]
     places = {call.group: call.place for call in calls if call is not None}
     alike = len(set(places.values())) < len(places)
@@ -407,7 +407,7 @@ def _listed_waits(waits: Sequence[Blocked]) -> str:
 
 
 def point_to_point_finding(ranks: Sequence[RankState]) -> Finding | None:
-    """Report ranks that wait in a send or a recv for each other, or for a rank in a collective."""
+    """Report ranks that wait in send or recv for each other, or for a rank in a collective."""
     inside = {rank.rank: rank for rank in ranks if rank.in_collective}
     ways = {number: call for number, rank in inside.items() if (call := rank.exchange) is not None}
     for number, call in sorted(ways.items()):
@@ -440,7 +440,7 @@ def point_to_point_finding(ranks: Sequence[RankState]) -> Finding | None:
 
 
 def waiting_line(rank: RankState) -> str:
-    """Describe the call that a rank waits in, as a line of evidence."""
+    """Describe the call in which a rank waits, as a line of evidence."""
     here = f"rank {rank.rank} waits in {rank.waits_in} at {brief(rank.waits_at)}"
     host = "" if rank.waits_at == rank.site else f"; its host is at {brief(rank.site)}"
     return f"{here} for {rank.seconds} s{host}"
@@ -451,10 +451,10 @@ def waiting_line(rank: RankState) -> str:
 
 @dataclass(frozen=True)
 class _Failure:
-    inside: dict[int, Call]  # The calls of ranks in a collective from Python
+    inside: dict[int, Call]  # The calls of ranks that were in a collective from Python
     elsewhere: tuple[int, ...]
     """Ranks that had not made that call and were in one of DDP's collectives."""
-    before: dict[int, list[Call]]  # Their earlier calls in that process group
+    before: dict[int, list[Call]]  # Each rank's earlier calls in that process group
 
 
 def failed_in_different_calls(run: Run) -> Finding | None:
@@ -496,7 +496,7 @@ def _failure(run: Run) -> _Failure | None:
         rank: [from_ring(each) for each in found if not each.point_to_point]
         for rank, found in rings(run).items()
     }
-    # Ranks lost for another reason may have been in different collectives only briefly.
+    # Ranks that failed for another reason may have been in different collectives only briefly.
     until = ends[0].time - PATIENCE if cause is None else math.inf
     last = {rank: found[-1] for rank, found in calls.items() if found}
     inside = {
@@ -558,7 +558,7 @@ def _skipped_call(
 ) -> Finding:
     """Report a call that some ranks made while the others were in DDP's own all-reduce.
 
-    With ``by_rank``, the deciding condition is one on the rank and made the others skip the call.
+    With ``by_rank``, a condition on the rank decided, and made the others skip the call.
     """
     inside, elsewhere = sorted(found.inside), found.elsewhere
     call = found.inside[inside[0]]
@@ -581,7 +581,7 @@ def _skipped_call(
 
 
 def _skipped_backward(run: Run, found: _Failure, evidence: tuple[str, ...]) -> Finding | None:
-    """Report a backward that ranks skipped after its forward, so that they were ahead."""
+    """Report a backward that ranks skipped after its forward, which put them ahead."""
     pages = {rank.rank: rank.status for rank in run.last if rank.status is not None}
     lacking = {rank: page.armed - page.reduced for rank, page in pages.items()}
     if any(lacking.get(rank) != 1 for rank in found.inside):
@@ -591,7 +591,7 @@ def _skipped_backward(run: Run, found: _Failure, evidence: tuple[str, ...]) -> F
     forward, backward = _last_site(run, "forward"), _last_site(run, "backward")
     if forward is None or backward is None:
         return None
-    # Between a forward and its backward every rank has one backward less.
+    # Between a forward and its backward every rank is one backward behind.
     if not all(comes_after(call.chain, backward) for call in found.inside.values()):
         return None
     follows = forward.path == backward.path and forward.line < backward.line

@@ -27,9 +27,9 @@ _MAX_NUMEL = 1 << 62  # Larger shapes are damaged
 class Call:
     """One collective of one rank, from torch's Flight Recorder or from the ring."""
 
-    group: str  # Its name: ``0`` is the default group
-    members: str  # Ranks of the group, ``0-3``; empty if they are not known
-    sequence: int  # -1 if it is not known
+    group: str  # Name of its process group: ``0`` is the default group
+    members: str  # Ranks of the group, ``0-3``; empty if unknown
+    sequence: int  # -1 if unknown
     name: str
     numel: int  # Number of elements, -1 without a tensor or if unknown
     dtype: str
@@ -40,16 +40,16 @@ class Call:
     order: int = 0
     began: int = 0  # Unix nanoseconds
     backend: str = ""  # ``gloo``, where torch's Flight Recorder says so
-    callers: tuple[Location, ...] = ()  # The lines that led to it, the nearest first
-    started: bool = False  # A GPU has begun it
+    callers: tuple[Location, ...] = ()  # The lines that led to it, innermost first
+    started: bool = False  # Whether a GPU has started it
     timed: bool = False
-    """Its start was recorded on the GPU, so the starts of later calls are recorded as well."""
+    """Whether its start was recorded on the GPU, as are the starts of later calls then."""
     above: tuple[Location, ...] = ()
-    """The lines that led to a backward, which calls from autograd lack, the nearest first."""
+    """The lines that led to the backward, innermost first, which calls from autograd lack."""
 
     @property
     def chain(self) -> tuple[Location, ...]:
-        """Its line and the lines that led to it, innermost first."""
+        """The call's line and the lines that led to it, innermost first."""
         return (self.site, *self.callers) if self.site is not None else self.callers
 
     @property
@@ -59,12 +59,12 @@ class Call:
 
     @property
     def numbering(self) -> tuple[str, str]:
-        """Group and backend: each backend of a group counts its own calls."""
+        """The group and the backend: each backend of a group numbers its own calls."""
         return self.group, self.backend
 
     @property
     def place(self) -> str:
-        """The group, for a sentence."""
+        """Name of the group in a sentence."""
         if self.group in ("", "0"):
             return "default group"
         return f"group of ranks {self.members}" if self.members else f"group {self.group}"
@@ -141,8 +141,8 @@ def _locations(lines: Iterable[str]) -> tuple[Location, ...]:
 def first_pending(calls: Sequence[Call]) -> Call | None:
     """Return the first collective of a rank's Flight Recorder that is not done.
 
-    NCCL completes the collectives of a communicator in order. A collective before a completed one
-    is done but not marked, as in a captured graph.
+    NCCL completes the collectives of a communicator in order. An unmarked collective before a
+    completed one is done, as in a captured graph.
     """
     done = {each.numbering: each.sequence for each in calls if each.done}
     for each in calls:
@@ -152,7 +152,7 @@ def first_pending(calls: Sequence[Call]) -> Call | None:
     return None
 
 
-# -- what NCCL's RAS knows of the ranks of a job, on all nodes
+# -- NCCL's RAS, which covers the ranks of a job on all nodes
 
 NO_COUNTS = ("status", "error")  # Differences other than counts of operations
 
@@ -167,15 +167,15 @@ def ranks_behind(
 ) -> frozenset[int]:
     """Return the ranks that have not launched a collective in which others wait.
 
-    With NCCL the waiting ranks continue. ``ahead`` is how many operations each has launched later,
-    which do not count.
+    With NCCL the waiting ranks continue. ``ahead`` is the number of operations that each has
+    launched since, which do not count.
     """
     differing = [
         counts
         for communicator in _of_all(ras, world)
         if (counts := [each for each in communicator.differences if each.what not in NO_COUNTS])
     ]
-    # With several communicators it is unknown which one is the group that ranks wait in.
+    # With several communicators it is unknown which one belongs to the group that ranks wait in.
     if len(differing) != 1 or not ahead:
         return frozenset()
     return frozenset(
@@ -186,12 +186,12 @@ def ranks_behind(
 
 
 def _of_all(ras: Ras | None, world: int) -> Iterator[RasCommunicator]:
-    """Return the communicators of all ranks, in which a rank has its number in the job."""
+    """Yield the communicators of all ranks, in which ranks are numbered as in the job."""
     return (each for each in (ras.communicators if ras is not None else ()) if each.size == world)
 
 
 def _lag(differences: Sequence[RasDifference], rank: int, other: int) -> int:
-    """Return by how many operations a rank is behind another. 0 if unknown."""
+    """Return the number of operations by which a rank is behind another. 0 if unknown."""
     found = 0
     for each in differences:
         own, theirs = _launched(each, rank), _launched(each, other)
@@ -202,7 +202,7 @@ def _lag(differences: Sequence[RasDifference], rank: int, other: int) -> int:
 
 
 def _launched(difference: RasDifference, rank: int) -> int | None:
-    """Return how many operations a rank has launched. None if unknown."""
+    """Return the number of operations that a rank has launched. None if unknown."""
     for group in difference.groups:
         if rank in group.ranks:
             return whole(group.value, -1)
@@ -210,13 +210,13 @@ def _launched(difference: RasDifference, rank: int) -> int | None:
     return whole(unnamed[0].value, -1) if len(unnamed) == 1 else None
 
 
-# -- what NCCL says of collectives of unequal size, as torch's watchdog prints it
+# -- NCCL's messages about collectives of unequal size, as torch's watchdog prints them
 
 UNEQUAL = (
     r"message truncated : receiving \d+ bytes instead of \d+"
     r"|collective mismatch error, local size \d+ remote size \d+"
 )
-"""Messages of its socket transport and of its InfiniBand transport."""
+"""Messages of NCCL's socket transport and of its InfiniBand transport."""
 
 _SAID = re.compile(rf"\[rank(\d+)\]:|{UNEQUAL}")
 

@@ -1,6 +1,6 @@
 """Pages of the rules for collectives that do not match (DDP401, DDP803, DDP804).
 
-Their findings come from the judgement of a hang, and from the ranks' calls without one
+Their findings come from the diagnosis of a hang, or without a hang from the ranks' calls
 (:func:`ddpdoctor.diagnose.hangs.standstill.stands_still`).
 """
 
@@ -25,7 +25,7 @@ class CollectiveUnderRankGuard:
     What it finds
         A barrier, all-reduce or broadcast under `if rank == 0:` (or after `if rank != 0: return`,
         or under `@rank_zero_only`), directly or in a function that calls it, while the other ranks,
-        which skipped it, wait in another collective or failed because theirs met this one.
+        which skipped it, wait in another collective or failed because theirs paired with this one.
 
     Why it is bad
         A collective ends when all ranks of its group have called it. The job hangs until the
@@ -65,11 +65,11 @@ class DifferentCollectives:
 
     Why it is bad
         Some of these hang, some fail with a message about sizes, and some go unnoticed: ranks that
-        reduce with different operations all get wrong numbers, and nothing else checks that.
+        reduce with different operations all get wrong numbers, and nothing else detects that.
 
     How to fix it
-        Make the call the same on all ranks. If the operations differ, one rank usually made one
-        call more or less, a few lines earlier.
+        Make the call the same on all ranks. If the operations differ, one rank usually made an
+        extra call or skipped one, a few lines earlier.
 
     Example
         Wrong:
@@ -99,8 +99,8 @@ class GroupsInDifferentOrder:
     """Ranks use two process groups in different order and wait for each other.
 
     What it finds
-        A rank that waits in a collective of one group for a rank that waits for the first one in a
-        collective of another group.
+        A rank that waits in a collective of one group for a second rank, which waits for the first
+        one in a collective of another group.
 
     Why it is bad
         Neither call can end: the job hangs until the timeout.

@@ -1,4 +1,4 @@
-"""Findings about the end of an attempt, and the known failure (`ddpdoctor.failures`) behind it."""
+"""Findings about the end of an attempt, and the known failure (`ddpdoctor.failures`) if any."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from ddpdoctor.run.snapshot import Run
 OF_ENDINGS = frozenset(
     {"DDP900", "DDP902", "DDP903", "DDP904", "DDP905", "DDP906", "DDP907", "DDP908"}
 )
-"""Codes of the ways in which a process ends. A run shows them without any text."""
+"""Codes of the ways in which a process ends, which a run shows without any message."""
 
 _REFUSED = 2  # The exit status of argparse
 
 _OF_PEERS = re.compile(r"\bpeers?\b|\b(?:other|another) (?:node|rank)")
-"""Messages of failures that need two ranks."""
+"""Matches messages of failures that need two ranks."""
 
 _NATIVE = re.compile(r"what\(\)|NCCL WARN|: error: unrecognized")
 
@@ -46,8 +46,8 @@ class Attempt:
     """One attempt of a run, and how it ended.
 
     Attributes:
-        endings: The failed processes, the earliest first.
-        cause: The first one that failed by itself.
+        endings: The failed processes, earliest first.
+        cause: The first process that failed by itself.
     """
 
     run: Run
@@ -57,7 +57,7 @@ class Attempt:
 
     @property
     def last(self) -> bool:
-        """Whether it is the last attempt."""
+        """Whether this is the last attempt."""
         return self.restart == self.run.restarts[-1]
 
     @property
@@ -82,16 +82,16 @@ class Attempt:
     ) -> Finding:
         """Make a finding about the attempt's end. It is a warning if another attempt followed.
 
-        Location and traceback are by default those of the cause. A rank that ``lost`` a peer is not
-        the cause, so another finding may name it.
+        Location and traceback default to those of the cause. A rank that ``lost`` a peer is not the
+        cause, so another finding may name the cause.
         """
         severity = Severity.ERROR
-        # torchrun ends with 0 only if its last attempt succeeded, on every rank.
+        # torchrun exits with 0 only if its last attempt succeeded on every rank.
         succeeded = self.run.exit_status == 0 and self.run.manifest.get("launcher") == "torchrun"
         if not self.last or succeeded:
             severity = Severity.WARNING
             message = f"attempt {self.restart + 1}: {message}"
-            evidence += ("another attempt followed it",)
+            evidence += ("another attempt followed",)
         location = location or cause.location
         if location is None and cause.last_seen is not None:
             evidence = (f"the last line seen before it was {cause.last_seen}", *evidence)
@@ -110,7 +110,7 @@ class Attempt:
         )
 
     def _subjects(self, cause: Ending, *, lost: bool) -> frozenset[str]:
-        """Return what other findings may explain, which are known for the last attempt only."""
+        """Return the subjects that other findings may explain. They exist for the last attempt."""
         kinds = {
             MISPAIRED: mispaired(self.run, cause),
             ABORT: cause.status == -signal.SIGABRT,
@@ -122,7 +122,7 @@ class Attempt:
 
     @cached_property
     def _clock_errors(self) -> dict[int | None, int]:
-        """Maximum error of other nodes' times, in nanoseconds."""
+        """The maximum error of other nodes' clocks by rank, in nanoseconds."""
         return {
             rank.rank: node.error for node in self.run.nodes for rank in self.run.ranks_on(node)
         }
@@ -148,18 +148,18 @@ class Attempt:
 
 
 def attempts(run: Run) -> Iterator[Attempt]:
-    """Yield the attempts of a run, the earliest first."""
+    """Yield the attempts of a run, earliest first."""
     for restart in run.restarts:
         yield Attempt(run, restart, endings(run, restart), first_failure(run, restart))
 
 
 def truncated(text: str, width: int = 120) -> str:
-    """Cut a text to a maximum number of characters."""
+    """Truncate a text to a maximum number of characters."""
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
 def moment(cause: Ending) -> str:
-    """Describe what a process did when it ended, as the end of a sentence."""
+    """Describe the activity of a process when it ended, as the end of a sentence."""
     place = f" in {cause.where}" if cause.where else ""
     return place if cause.initialized else f"{place} before it joined the process group"
 
@@ -169,14 +169,14 @@ def moment(cause: Ending) -> str:
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """The entry of the table behind the end of an attempt.
+    """The table's entry for the failure that ended an attempt.
 
     Attributes:
         cause: The end that it explains.
         groups: The matches of its pattern's groups.
         line: The matched line.
-        likely: It is inferred from messages of other ranks.
-        lost: No rank failed by itself. If known, the reason of their wait is the cause.
+        likely: Whether it is inferred from messages of other ranks.
+        lost: Whether no rank failed by itself. If known, the reason for their wait is the cause.
     """
 
     cause: Ending
@@ -188,7 +188,7 @@ class KnownFailure:
 
 
 def known_failure(attempt: Attempt) -> KnownFailure | None:
-    """Return the known failure behind the end of an attempt, if there is one."""
+    """Return the known failure that ended an attempt, if there is one."""
     cause, run = attempt.cause, attempt.run
     if cause is None:
         return _of_victims(attempt)
@@ -240,7 +240,7 @@ def _of_victims(attempt: Attempt) -> KnownFailure | None:
 
 
 def _without_rank(run: Run) -> KnownFailure | None:
-    """Return the failure in stderr if no rank recorded any, such as one of the launcher."""
+    """Return the failure in stderr if no rank recorded one, such as a failure of the launcher."""
     for each in causes(_occurrences(run)):
         failure = each.failure
         if failure is None or failure.weight < Weight.SYMPTOM or failure.code in OF_ENDINGS:
@@ -261,7 +261,7 @@ def _without_rank(run: Run) -> KnownFailure | None:
 
 
 def _in_stderr(run: Run, cause: Ending, least: Weight) -> KnownFailure | None:
-    """Return the failure that native code or argparse printed for the rank, or for no rank."""
+    """Return the failure that native code or argparse printed for this rank or without a rank."""
     for each in _occurrences(run):
         failure = each.failure
         if failure is None or failure.weight < least or failure.code in OF_ENDINGS:
@@ -274,12 +274,12 @@ def _in_stderr(run: Run, cause: Ending, least: Weight) -> KnownFailure | None:
 
 
 def _occurrences(run: Run) -> list[Occurrence]:
-    """Return the known failures in the job's stderr, which is that of the last attempt."""
+    """Return the known failures in the job's stderr, which holds that of the last attempt."""
     return read("stderr", [run.every_stderr.encode("utf-8", "replace")])
 
 
 def known_finding(attempt: Attempt, known: KnownFailure) -> Finding | None:
-    """Make the finding about a known failure; None if DDP501 reports it, a torn checkpoint."""
+    """Make the finding about a known failure. None for a torn checkpoint, which DDP501 reports."""
     cause, failure = known.cause, known.failure
     if cause is attempt.cause and cause.kind == "exception" and torn(attempt.run) == cause:
         return None

@@ -1,4 +1,4 @@
-"""Explain an out-of-memory error: what the rank held, how it grew, and what others held."""
+"""Explain an out-of-memory error: the memory of the rank, its growth, and that of others."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ddpdoctor.run.snapshot import Rank, Run
 GPU_MEMORY = "DDP928"
 """The code of torch's message that a GPU is out of memory."""
 MIN_GROWTH = 16 << 20
-"""Minimum growth in bytes that is mentioned. It may not be the cause."""
+"""Minimum growth in bytes to mention. It may not be the cause."""
 MIN_FRAGMENTED = 0.1
-"""Minimum ratio of reserved and unused memory that counts as fragmentation."""
+"""Minimum fraction of memory, reserved and unused, to count as fragmentation."""
 MIN_BATCH_FACTOR = 1.2
 """Minimum factor by which a batch that may be too large exceeds all earlier ones."""
 MAX_BLOCKS = 3
@@ -43,7 +43,7 @@ class Message(NamedTuple):
     mine: int | None
     unused: int | None
     others: dict[int, int]
-    """Other processes on the GPU, by pid."""
+    """Memory of other processes on the GPU, by pid."""
 
 
 def _bytes(number: str, letter: str) -> int:
@@ -98,7 +98,7 @@ def _held(said: Message, gpu: AllocatorFacts | None) -> Iterator[str]:
 
 
 def _fragmentation(said: Message, gpu: AllocatorFacts | None) -> tuple[list[str], str]:
-    """Return evidence and fix if much memory is reserved and not used."""
+    """Return evidence and a fix if much memory is reserved and not used."""
     total = said.total or (gpu.total if gpu is not None else None)
     unused = said.unused or (gpu.reserved - gpu.allocated if gpu is not None else 0)
     if not total or unused < MIN_FRAGMENTED * total:
@@ -108,11 +108,11 @@ def _fragmentation(said: Message, gpu: AllocatorFacts | None) -> tuple[list[str]
     fix = "Set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or keep shapes alike."
     if gpu is not None and gpu.expandable:
         fix = "Keep shapes alike: the allocator's segments are expandable already."
-    return [f"fragmentation: {binary_size(unused)} are reserved and not used{pieces}"], fix
+    return [f"fragmentation: {binary_size(unused)} reserved and not used{pieces}"], fix
 
 
 def _others(run: Run, said: Message) -> Iterator[str]:
-    """Yield the other holders of the GPU's memory."""
+    """Describe the other holders of the GPU's memory."""
     if not said.others:
         return
     pids = {rank.opened.pid: rank.rank for rank in run.last if not rank.elsewhere}

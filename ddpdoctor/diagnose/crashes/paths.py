@@ -22,7 +22,7 @@ _TORN = re.compile(
     r"|zip archive|cannot reshape|magic|No data left|end of (file|data)|Ran out|unpickling",
     re.IGNORECASE,
 )
-"""Messages of readers about an incomplete file."""
+"""Matches messages of readers about an incomplete file."""
 
 MAX_RACE = 10_000_000_000
 """Maximum nanoseconds between operations of two ranks that race for a path."""
@@ -31,7 +31,7 @@ MAX_SINCE_READ = 2_000_000_000
 
 _PREPARE = (
     "Let one rank prepare it and the others wait in a barrier before they read it. Write it to a "
-    "temporary name and os.replace it: then no rank finds a part of it."
+    "temporary name and os.replace it, so that no rank finds an incomplete one."
 )
 _ONE_NAME = (
     "Make the path on one rank and broadcast it (dist.broadcast_object_list): a name with the "
@@ -48,7 +48,7 @@ _DOES = {
 
 @dataclass(frozen=True)
 class PathFault:
-    """The cause of an exception about a path, to add to its message, and the fix."""
+    """The cause of an exception about a path, to append to its message, and the fix."""
 
     said: str
     fix: str
@@ -66,7 +66,7 @@ class _Touch:
 
 
 def path_fault(run: Run, cause: Ending) -> PathFault | None:
-    """Explain an exception about a path by operations of other ranks, if they explain it."""
+    """Explain an exception about a path by other ranks' operations. None if they do not."""
     name = cause.text.partition(":")[0].rpartition(".")[2]
     found = _PATH.search(cause.message or cause.text)
     if len(run.last) < 2:
@@ -111,7 +111,7 @@ def _did(touch: _Touch, time: int) -> str:
 
 
 def _absent(cause: Ending, path: str, touched: list[_Touch]) -> PathFault | None:
-    """Explain a missing path that another rank creates later or has removed."""
+    """Explain a missing path that another rank created later or had removed."""
     away = ("move", "remove")
     made = [each for each in touched if _same(path, each) and each.what not in away]
     gone = [each for each in touched if _holds(path, each) and each.what in away]
@@ -148,7 +148,7 @@ def _other_path(cause: Ending, path: str, touched: list[_Touch]) -> PathFault | 
 
 
 def _made_twice(cause: Ending, path: str, touched: list[_Touch]) -> PathFault | None:
-    """Explain a path that another rank has just created, or a tree that it removes as well."""
+    """Explain a path that another rank had just created, or a tree that both ranks removed."""
     fix = "Let one rank make it and the others wait in a barrier, or pass exist_ok=True."
     for each in touched:
         if _same(path, each) and 0 <= cause.time - each.time <= MAX_RACE:

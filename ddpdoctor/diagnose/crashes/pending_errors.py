@@ -1,4 +1,4 @@
-"""Find an exception that is held up by a collective in a ``finally`` or ``__exit__``."""
+"""Find an exception that is delayed by a collective in a ``finally`` or ``__exit__``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def raised_before_a_wait(run: Run) -> Finding | None:
 
 
 def _alone(run: Run) -> list[tuple[Rank, PendingErrorRecord]]:
-    """Return the ranks that call a collective during an exception that no other rank calls."""
+    """Return the ranks that alone call a collective, while an exception is being handled."""
     found = [
         (rank, error)
         for rank in run.last
@@ -68,7 +68,7 @@ def _alone(run: Run) -> list[tuple[Rank, PendingErrorRecord]]:
 
 
 def _pending(rank: Rank) -> PendingErrorRecord | None:
-    """Return the exception during which a rank called the collective that it is in or died in."""
+    """Return the exception that a rank was handling when it called its last collective."""
     pending, status = rank.records.of(PendingErrorRecord), rank.status
     if not pending or status is None or rank.ended is not None or rank.records.of(ErrorRecord):
         return None

@@ -27,7 +27,7 @@ from ddpdoctor.run.records.training import SiteRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
 
-# -- exit statuses, as they were seen or as the launcher printed them
+# -- exit statuses, seen by the supervisor or printed by the launcher
 
 _TORCHRUN_EXIT = re.compile(r"exitcode\s*: (-?\d+)\s*\(pid: (\d+)\)")
 _TORCHRUN_LOG = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: \d+ \(pid: (\d+)\)")
@@ -36,13 +36,13 @@ _SPAWNED = re.compile(r"process \d+ terminated with (?:signal (SIG[A-Z]+)|exit c
 """The message of ``torch.multiprocessing.spawn`` about its first failed process."""
 
 _STOPPED = re.compile(r"(?:Terminating|Sending) process (\d+) (?:via|closing) signal (SIG[A-Z]+)")
-"""Messages of ``spawn`` and torchrun about the other processes, which they end."""
+"""Messages of ``spawn`` and torchrun about ending the other processes."""
 
 
 def exit_status(rank: Rank, statuses: dict[int, int]) -> int | None:
-    """Return the exit status of a rank, negative for a signal; None if it is not known.
+    """Return the exit status of a rank, negative for a signal. None if unknown.
 
-    ``statuses`` are those that its launcher printed, by pid.
+    ``statuses`` holds those that its launcher printed, by pid.
     """
     if rank.exit is not None and rank.exit.status is not None:
         return rank.exit.status
@@ -106,7 +106,7 @@ def _recorded_end(rank: Rank) -> bool:
     return any(map(rank.records.of, (EndRecord, ErrorRecord, ExitRecord)))
 
 
-# -- exceptions: whether a lost peer is the cause, and in short
+# -- exceptions: whether a lost peer is the cause, and short descriptions
 
 _VICTIM = re.compile(
     r"Connection closed by peer"
@@ -121,7 +121,7 @@ _VICTIM = re.compile(
     r"|Application timeout caused pair closure",
     re.IGNORECASE,
 )
-"""Messages of a rank that lost its peers, a consequence of a failure elsewhere."""
+"""Messages of a rank that lost its peers because of a failure elsewhere."""
 
 TIMED_OUT = re.compile(
     r"Timed out waiting (\d+)ms for (?:recv|send)|wait timeout after (\d+)ms|Timeout\(ms\)=(\d+)"
@@ -180,7 +180,7 @@ def _lost_peer(record: ErrorRecord) -> bool:
 def in_short(error: ErrorRecord | OuterError) -> str:
     """Return an exception with the first line of its message, without C++ source lines.
 
-    The socket addresses of gloo are left out as well: it prints ports byte-swapped.
+    Leave out gloo's socket addresses, too: it prints ports byte-swapped.
     """
     name = error.exception or "an exception"
     first = next((line for line in error.message.splitlines() if line.strip()), "")
@@ -216,14 +216,14 @@ def _exit_text(record: ExitRecord) -> str:
 Kind = Literal["exception", "exit", "signal", "abort-at-exit"]
 
 PATIENCE = 3_000_000_000
-"""Nanoseconds in one phase after which a rank of a live job is assumed to wait for its peers."""
+"""Nanoseconds in one phase after which a rank of a running job is assumed to wait for others."""
 
 _MISPAIRED = re.compile(
     r"op\.preamble\.length <= op\.nbytes|Received data size doesn't match expected size"
     rf"|Detected mismatch between collectives on ranks|{UNEQUAL}",
     re.IGNORECASE,
 )
-"""Messages about a collective that met a different one, or one of a different size."""
+"""Messages about a collective that paired with a different one, or one of a different size."""
 
 _NATIVE_VICTIM = re.compile(
     r"Watchdog caught collective operation timeout"
@@ -232,11 +232,11 @@ _NATIVE_VICTIM = re.compile(
 )
 """Messages of NCCL's watchdog before it aborts a rank that lost a peer.
 
-The last one is that of torch 2.15. Its number is the rank's within its group.
+The last one is for torch 2.15. Its number is the rank within its group.
 """
 
 _OF_RANK = re.compile(r"\[rank(\d+)\]:")
-_HEAD = 2_000  # Characters before such a message that are searched for the rank
+_HEAD = 2_000  # Number of characters before such a message to search for the rank
 
 _FATAL = re.compile(r"Fatal Python error: ([A-Z][a-z ]+)")
 _FATAL_SIGNALS = {
@@ -254,7 +254,7 @@ _ASKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _STARVED = ("Empty", "TimeoutError", "BrokenBarrierError")
 """Exceptions that a main thread raises if another thread never answers."""
 
-NOTHING = ResourceFacts()  # The facts of an exception that concerns no file
+NOTHING = ResourceFacts()  # The facts about an exception without a file
 
 
 @dataclass(frozen=True)
@@ -265,17 +265,17 @@ class Ending:
         rank: Its rank; None for a process that never reported one.
         time: Unix nanoseconds.
         kind: ``abort-at-exit`` is a native abort after the script had ended.
-        victim: It failed only because another one did.
+        victim: Whether it failed only because another one did.
         text: The exception with its message, the signal, or the exit call.
         where: Its activity at that time, in words: ``step 12, backward``.
-        status: The exit status (negative: a signal), where known.
+        status: The exit status (negative: a signal), if known.
         message: The whole message of the exception.
-        oom: ``kernel`` or ``cgroup``, which reported a kill by the out-of-memory killer, or empty.
+        oom: ``kernel`` or ``cgroup``, whichever reported an out-of-memory kill. Otherwise empty.
         file: Facts about the file that an exception is about.
-        read: The files that it had opened last for reading, the newest first.
+        read: The files that it had last opened for reading, newest first.
         last_seen: The last line of the user's code that the probe saw, if ``location`` is unknown.
         initialized: Whether it had joined the process group.
-        notes: What happened from the exception to the end of the process, a sentence each.
+        notes: The events between the exception and the end of the process, a sentence each.
     """
 
     rank: int | None
@@ -317,9 +317,9 @@ class Ending:
 
 
 def endings(run: Run, restart: int) -> list[Ending]:
-    """Return the failed processes of one attempt, the earliest first.
+    """Return the failed processes of one attempt, earliest first.
 
-    Leave out regular ends, and ends after a person asked the job to stop.
+    Leave out normal ends, and ends after the user asked the job to stop.
     """
     statuses = printed_statuses(run.stderr)
     aborted = _aborted(run.every_stderr)
@@ -335,7 +335,7 @@ def endings(run: Run, restart: int) -> list[Ending]:
     )
     if run.exit_status is not None and limit is None:
         stops = [each for each in found if each.interrupted]
-        # Ctrl-C reaches every rank. A signal to a single rank is a cause.
+        # Ctrl-C reaches all ranks, so a signal to a single rank is a cause.
         if len(stops) == 1 and len(ranks) > 1 and stops[0] is found[0]:
             found[0] = replace(stops[0], victim=False)
         if run.world_size == 1 and all(each.victim for each in found):
@@ -346,7 +346,7 @@ def endings(run: Run, restart: int) -> list[Ending]:
 
 @functools.lru_cache(maxsize=2)
 def _aborted(stderr: str) -> frozenset[int]:
-    """Return the ranks that NCCL's watchdog aborted, by its messages."""
+    """Return the ranks that NCCL's watchdog aborted, according to its messages."""
     found = set()
     for words in _NATIVE_VICTIM.finditer(stderr):
         begin = stderr.rfind("\n", max(0, words.start() - _HEAD), words.start()) + 1
@@ -357,9 +357,9 @@ def _aborted(stderr: str) -> frozenset[int]:
 
 
 def first_failure(run: Run, restart: int) -> Ending | None:
-    """Return the cause of an attempt's failure: the earliest end that is no consequence.
+    """Return the cause of an attempt's failure: the earliest end that is not a consequence.
 
-    A failure of a rank takes precedence over that of another process, such as a helper.
+    A rank's failure takes precedence over that of another process, such as a helper.
     """
     causes = [
         each for each in endings(run, restart) if not each.victim and each.kind != "abort-at-exit"
@@ -369,7 +369,7 @@ def first_failure(run: Run, restart: int) -> Ending | None:
 
 
 def mispaired(run: Run, cause: Ending) -> bool:
-    """Return whether a rank failed in a collective that met one of a different kind or size."""
+    """Return whether a rank failed in a collective paired with one of another kind or size."""
     if cause.kind == "exception":
         return bool(_MISPAIRED.search(cause.text) or _MISPAIRED.search(cause.traceback))
     aborted = cause.kind == "signal" and cause.status == -signal.SIGABRT
@@ -392,7 +392,7 @@ def _rank_ending(
         return _exit_ending(rank.rank, call) if thread is None else _exception(rank.rank, thread)
     if status is None:
         return None
-    # An end that was not observed is dated by the last sign of life.
+    # The time of an unobserved end is that of the last sign of life.
     ended = rank.exit
     when = ended.time if ended is not None and ended.status is not None else rank.status.since
     if status < 0:
@@ -405,14 +405,14 @@ def _rank_ending(
 
 
 def _signal_ending(rank: Rank, status: int, when: int, aborted: frozenset[int]) -> Ending | None:
-    """Return the end of a rank by a signal; None if it had already ended regularly.
+    """Return the end of a rank by a signal. None if it had already ended normally.
 
-    ``status`` is the negative number of the signal. NCCL's watchdog ended the ``aborted`` ranks.
+    ``status`` is the negative signal number. NCCL's watchdog ended the ``aborted`` ranks.
     """
     name = signal_name(-status)
     asked = -status in _ASKED
     if rank.ended is not None:
-        # A launcher also stops a rank that has finished but had no core yet to exit.
+        # A launcher also stops a rank that has finished but got no core yet to exit.
         if asked:
             return None
         return Ending(rank.rank, when, "abort-at-exit", False, name, status=status)
@@ -433,10 +433,10 @@ def _signal_ending(rank: Rank, status: int, when: int, aborted: frozenset[int]) 
 def _unseen_endings(
     run: Run, ranks: tuple[Rank, ...], statuses: dict[int, int], found: list[Ending]
 ) -> Iterator[Ending]:
-    """Yield ranks of a live job that ended first and reported nothing.
+    """Yield ranks of a running job that ended first and reported nothing.
 
     Their launcher reaped the exit status unseen. It prints the status only when the others have
-    ended as well, and those may hang.
+    ended as well, and they may hang.
     """
     if run.exit_status is not None or all(rank.exit is not None for rank in ranks):
         return
@@ -553,7 +553,7 @@ def _last_line(rank: Rank) -> Location | None:
 
 
 def last_phase(rank: Rank) -> Phase | None:
-    """Return the phase in which a rank is, or was when it ended; None without a status page.
+    """Return the phase that a rank is in, or was in when it ended. None without a status page.
 
     An exception ends a phase at once. A rank without a core may be ended before its page shows the
     phase, or before it records the exception. In that case it had not completed the step of its

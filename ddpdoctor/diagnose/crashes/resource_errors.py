@@ -18,18 +18,18 @@ from ddpdoctor.run.snapshot import Records, Run
 DISK_FULL = "DDP935"
 NO_NETWORK = "DDP936"
 UNREADABLE = ("DDP944", "DDP945")
-"""Codes of unreadable checkpoints. torch's message about a truncated file may match either."""
+"""Codes of unreadable checkpoints. torch's message about a truncated file may match both."""
 
 _MIN_FREE_RATIO = 0.002
-"""Minimum free ratio of a file system. Below it counts as full, since a part is reserved for
-root."""
+"""Minimum free fraction of a file system. Below, it counts as full, because some of it is
+reserved for root."""
 
 _MIN_FREE = 1 << 20  # The same in bytes
 
 
 @dataclass(frozen=True)
 class FailureFacts:
-    """The known facts about a failure besides its text. Empty without any."""
+    """The known facts about a failure besides its text. Empty if there are none."""
 
     said: str = ""
     fix: str = ""
@@ -90,7 +90,7 @@ def _size(count: int) -> str:
     return f"{count} bytes"
 
 
-# -- ports: a store that cannot be opened, or that no process opens
+# -- ports: a store that a process cannot open, or that no process opens
 
 PORT_IN_USE = "DDP002"
 UNREACHABLE = "DDP912"
@@ -141,7 +141,7 @@ def store_advice(store: OwnStoreRecord) -> tuple[str, tuple[str, ...]]:
 
 
 def _elsewhere(run: Run) -> ResourceFacts:
-    """Return the facts recorded by another process if only stderr reports the failure."""
+    """Return the facts that another process recorded, for a failure that only stderr reports."""
     here = (each for each in run.strays.of(ErrorRecord) if each.restart == run.restarts[-1])
     files = (each.file for each in here)
     return next((each for each in files if each and each.port is not None), NOTHING)
@@ -158,7 +158,7 @@ def _taken(facts: ResourceFacts) -> FailureFacts:
     if holder.itself:
         return FailureFacts(
             f"{failed}: this process holds it already",
-            "Open the store once, and hand it over: init_process_group(store=...).",
+            "Open the store once, and pass it on: init_process_group(store=...).",
         )
     if holder.ours:
         rank = holder.rank or ""

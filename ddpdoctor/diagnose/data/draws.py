@@ -1,4 +1,4 @@
-"""Compare the passes of the ranks over their loaders: which samples each rank drew."""
+"""Compare the samples that the ranks drew in their passes over loaders."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ CLOSED = ("ended", "left")
 """States of a finished pass."""
 
 UNFOLLOWED = "unfollowed"
-"""The state of a pass whose rest was not recorded because the overhead budget was spent."""
+"""The state of a pass that was recorded only in part, because the overhead budget was spent."""
 
 MIN_WHOLE = 0.9
-"""Minimum ratio that counts as all."""
+"""Minimum fraction that counts as all."""
 MIN_REPEATED = 0.1
-"""Minimum ratio of repeated draws that means replacement."""
+"""Minimum fraction of repeated draws that means replacement."""
 MAX_CHANCE = 1e-6
-"""Maximum probability that different data looks equal by accident."""
+"""Maximum probability that different data looks equal by chance."""
 MIN_SAMPLES = 8
-"""Minimum number of samples in an order or a split."""
+"""Minimum number of samples to compare orders or splits."""
 
 _NO_SAMPLER = SamplerFacts()
 
@@ -65,7 +65,7 @@ class Pass:
 
     @property
     def closed(self) -> bool:
-        """Whether it is over."""
+        """Whether the pass is over."""
         return self.record.state in CLOSED
 
     @property
@@ -76,12 +76,12 @@ class Pass:
 
     @property
     def whole(self) -> int:
-        """The number of indices in the space that all ranks share; -1 if unknown."""
+        """Number of indices in the space that all ranks share. -1 if unknown."""
         return -1 if self.record.length is None else self.record.length
 
     @cached_property
     def hits(self) -> frozenset[int]:
-        """The drawn indices that are followed. All ranks follow the same ones."""
+        """The followed indices that were drawn. All ranks follow the same ones."""
         return frozenset(self.record.hits)
 
     @cached_property
@@ -101,13 +101,13 @@ class Pass:
 
     @property
     def shard(self) -> tuple[int, int] | None:
-        """The sampler's shard and the number of shards, by its attributes; None without them."""
+        """The sampler's shard and its number of shards, from its attributes. None without them."""
         rank, of = self.sampler.rank, self.sampler.num_replicas
         return None if rank is None or of is None else (rank, of)
 
     @property
     def at(self) -> Location:
-        """The line that built the sampler, else the one that built the loader."""
+        """The line that built the sampler, or else the loader."""
         return self.sampler.made or self.made
 
     @property
@@ -142,7 +142,7 @@ def passes_of(rank: Rank) -> list[Pass]:
 
 
 def matched(run: Run) -> Iterator[Passes]:
-    """Yield passes of all ranks of a DDP group over the same loader, begun at the same step."""
+    """Yield the passes of all ranks of a DDP group over the same loader, begun at one step."""
     ranks = {rank.rank: rank for rank in run.last}
     groups = dict.fromkeys(
         tuple(sorted(record.group_ranks))
@@ -152,7 +152,7 @@ def matched(run: Run) -> Iterator[Passes]:
     for group in groups:
         if len(group) < 2 or not ranks.keys() >= set(group):
             continue
-        # Compare the numbers of passes, because some passes of a rank may not have been followed.
+        # Match passes by number, because some passes of a rank may not have been followed.
         by_rank = [
             {
                 (each.place, each.record.armed, each.record.number): each
@@ -177,7 +177,7 @@ def training(run: Run) -> Iterator[Passes]:
 
 
 def divided(passes: Sequence[Pass]) -> bool:
-    """Return whether each rank's sampler takes its part of data that the group shares."""
+    """Return whether each rank's sampler takes its shard of data that the group shares."""
     # Accelerate puts this sampler below the one that divides its batches.
     if all(one.sampler.name == "SeedableRandomSampler" for one in passes):
         return True
@@ -188,7 +188,7 @@ def same_data(passes: Passes) -> bool:
     """Return whether equal indices held equal samples on all ranks, if ranks drew the same indices.
 
     One part of the samples is enough (labels, if the images are augmented at random) if it varies
-    too much to be equal by accident.
+    too much to be equal by chance.
     """
     first, *others = passes.values()
     return all(_same(first, other) is True for other in others)
@@ -218,10 +218,10 @@ def _same(one: Pass, other: Pass) -> bool | None:
 
 
 def repeatable(one: Pass) -> bool | None:
-    """Return whether a sample that a rank drew twice was equal.
+    """Return whether a sample that a rank drew twice was the same. None if it drew none twice.
 
-    None if it drew none twice. It differs if samples are generated at random, such as synthetic
-    data. Two ranks with one seed then hold equal samples although their indices differ.
+    It differs if samples are generated at random, such as synthetic data. Two ranks with the same
+    seed then hold equal samples although their indices differ.
     """
     held: dict[int | None, tuple[int | None, ...]] = {}
     again = False
@@ -234,7 +234,7 @@ def repeatable(one: Pass) -> bool | None:
 
 
 def same_part(passes: Passes) -> bool:
-    """Return whether all ranks have the same subset, or none, so that indices are comparable."""
+    """Return whether all ranks have the same subset or no subset, so that indices match."""
     return len({one.record.subset for one in passes.values()}) == 1
 
 
@@ -252,7 +252,7 @@ def beginning(*passes: Pass) -> tuple[int, bool]:
 
 
 def overlap(passes: Passes) -> tuple[int, int]:
-    """Return how many draws of followed indices another rank repeated, and the number of draws."""
+    """Return the number of draws of followed indices that other ranks repeated, and of all."""
     union = frozenset[int]().union(*(each.hits for each in passes.values()))
     total = sum(len(each.hits) for each in passes.values())
     return total - len(union), total

@@ -1,4 +1,4 @@
-"""Find ranks with equal losses bit for bit, which implies equal batches."""
+"""Find ranks with bitwise equal losses, which implies equal batches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ddpdoctor.run.snapshot import Rank, Run
 MIN_STEPS = 16
 """Minimum number of steps with a loss on every rank."""
 MIN_RISES = 0.2
-"""Minimum ratio of steps after which the loss rises. It falls in most steps if the batch never
-changes, as in a benchmark."""
+"""Minimum fraction of steps after which the loss rises. It rarely does if the batch never changes,
+as in a benchmark."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ def groups_of(run: Run) -> Iterator[tuple[Rank, ...]]:
 
 
 def _averaging(run: Run) -> Iterator[tuple[Rank, ...]]:
-    """Yield all ranks if they only average gradients by hand, instead of using DDP."""
+    """Yield all ranks if they average gradients by hand instead of using DDP."""
     complete = 1 < len(run.last) == run.world_size
     if complete and all(map(_averages, run.last)):
         yield tuple(run.last)
 
 
 def _averages(rank: Rank) -> bool:
-    """Return whether a rank reduces only as much as a gradient in each step."""
+    """Return whether a rank reduces as much as a gradient in each step, and nothing else."""
     ring, solo = rank.ring, rank.records.of(SoloRecord)
     if rank.records.of(DdpRecord) or rank.lost or ring is None or ring.partial or not solo:
         return False
@@ -57,14 +57,14 @@ def _averages(rank: Rank) -> bool:
         return False
     calls, wide = (last.calls or 0) - (first.calls or 0), (last.wide or 0) - (first.wide or 0)
     names = {each.name for each in ring.collectives}
-    # The loss may be computed from outputs that forward gathers.
+    # Other collectives may gather the outputs from which the loss is computed.
     return calls == wide >= last.step - first.step > 0 and names == {"all_reduce"}
 
 
 def equal_losses(run: Run) -> EqualLosses | None:
     """Return the first group whose ranks had the same loss in every step that all recorded."""
     for group in (*groups_of(run), *_averaging(run)):
-        # A line for several steps has the loss of one of them.
+        # A journal line for several steps has the loss of one of them.
         losses = [
             {each.step: each.loss for each in rank.steps if each.steps == 1 and each.loss}
             for rank in group

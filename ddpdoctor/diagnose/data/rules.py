@@ -1,4 +1,4 @@
-"""Rules for samplers (DDP101 to DDP113): which samples each rank drew, and in which order."""
+"""Rules for samplers (DDP101 to DDP113): the samples that each rank drew, and their order."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _unsharded_finding(code: str, passes: Passes, message: str, at: Location, fi
         doubled, total = overlap(passes)
         lines.append(
             f"of {first.record.followed} samples that were followed, "
-            f"{total - doubled} were drawn {total} times by all ranks together"
+            f"{total - doubled} were drawn {total} times by all the ranks"
         )
     return Finding(
         code=code,
@@ -122,8 +122,8 @@ def sampler_not_used(run: Run) -> Iterator[Finding]:
             loader = DataLoader(dataset, sampler=sampler)
 
     When it stays silent
-        In the cases that DDP102 leaves out, if the sampler is of another data set, or if any loader
-        used it.
+        In the cases in which DDP102 stays silent, if the sampler belongs to another data set, or if
+        any loader used it.
     """
     for passes in _unsharded(run):
         idle = [place for one in passes.values() for place in one.record.idle[:1]]
@@ -153,9 +153,9 @@ def unsharded(run: Run) -> Iterator[Finding]:
 
     What it finds
         A training loader from which every rank of a DDP group drew all samples in one pass, or more
-        than its share, or the same samples in the same order. Indices show what was drawn; the
-        content of a few samples shows that the data is the same on all ranks. Without a loader: a
-        loop in which all ranks have the same losses bit for bit.
+        than its share, or the same samples in the same order. Indices identify the samples, and the
+        content of a few shows that the data is the same on all ranks. Without a loader: a loop in
+        which the losses of all ranks are bitwise equal.
 
     Why it is bad
         N ranks do N times the work of an epoch. With the same seed on all ranks they compute the
@@ -172,8 +172,8 @@ def unsharded(run: Run) -> Iterator[Finding]:
         For evaluation loaders, for data that each rank sliced itself, for draws with replacement,
         for ranks that are not replicas of each other, and where neither inputs nor labels can be
         compared. A sampler that exists but is not used is DDP101, and a loop that draws its batches
-        at random DDP601. For equal losses that only fall, as those of one batch do, or may be
-        reduced.
+        at random is DDP601. For equal losses that only fall, as with a constant batch, or that may
+        be reduced.
     """
     for passes in _unsharded(run):
         first = next(iter(passes.values()))
@@ -183,7 +183,7 @@ def unsharded(run: Run) -> Iterator[Finding]:
             "DDP102",
             passes,
             f"every rank trains on the whole data set ({first.length} samples a pass) with the "
-            f"loader built at {first.made}, instead of on its part of it",
+            f"loader built at {first.made}, instead of on its part",
             first.made,
             _sharding_fix(first),
         )
@@ -192,7 +192,7 @@ def unsharded(run: Run) -> Iterator[Finding]:
 
 
 def _sharding_fix(one: Pass) -> str:
-    """Describe how to give each rank its part. A loader with a batch sampler accepts no sampler."""
+    """Describe how to give each rank its part. A loader takes a sampler or a batch sampler."""
     if not takes_batch_sampler(one.made):
         return (
             "Use sampler=DistributedSampler(dataset) in this DataLoader, without shuffle=True, "
@@ -205,7 +205,7 @@ def _sharding_fix(one: Pass) -> str:
             "epoch."
         )
     return (
-        f"Let {one.sampler.name} shuffle with the same seed on all ranks, another one in each "
+        f"Let {one.sampler.name} shuffle with the same seed on all ranks, a different one in each "
         "epoch, and yield each rank's part of the batches: batches[rank::world_size]."
     )
 
@@ -221,8 +221,7 @@ def _same_batches(run: Run) -> Iterator[Finding]:
         about="equal losses",
         subjects=frozenset((relations.LIKELY,)),
         severity=Severity.WARNING,
-        message="every rank trains on the same batches: its losses are those of the other ranks, "
-        "bit for bit",
+        message="every rank trains on the same batches: the losses of all ranks are bitwise equal",
         ranks=found.ranks,
         location=loop[0] if loop is not None else found.at,
         evidence=(f"the loss was the same on all ranks in {found.steps} of {found.steps} steps",),
@@ -233,11 +232,11 @@ def _same_batches(run: Run) -> Iterator[Finding]:
 
 @rule("DDP105", "sampler-wrong-rank", Severity.ERROR)
 def wrong_shard(run: Run) -> Iterator[Finding]:
-    """A sampler was created with a wrong rank or number of ranks.
+    """A sampler was created with a wrong rank or number of replicas.
 
     What it finds
         Ranks of a DDP group whose samplers draw the same shard because `rank` or `num_replicas` is
-        wrong. Shards that no rank draws because `num_replicas` is larger than the number of ranks.
+        wrong. Shards that no rank draws because `num_replicas` is larger than the world size.
 
     Why it is bad
         Ranks with the same shard repeat each other's work, and the samples of the other shards are
@@ -275,7 +274,7 @@ def wrong_shard(run: Run) -> Iterator[Finding]:
             ranks=tuple(wrong),
             location=first.at,
             evidence=tuple(
-                f"rank {n}: sampler rank {shards[n][0]} of {shards[n][1]}; right would be "
+                f"rank {n}: sampler rank {shards[n][0]} of {shards[n][1]}; correct would be "
                 f"{group.index(n)} of {len(group)}"
                 for n in wrong[:4]
             ),
@@ -307,8 +306,8 @@ def seeds_differ(run: Run) -> Iterator[Finding]:
         ranks, and ranks that drew the same samples in one pass.
 
     Why it is bad
-        Each rank takes its shard from a different order: some samples are drawn by several ranks in
-        an epoch, and as many by none.
+        Each rank takes its shard from a different order: in an epoch, several ranks draw some
+        samples, and no rank draws others.
 
     How to fix it
         Use the same sampler seed on all ranks. Only the seed of augmentation may differ by rank.
@@ -334,8 +333,8 @@ def seeds_differ(run: Run) -> Iterator[Finding]:
         if not same_data(passes):
             continue
         if name == "epoch" and local_decisions(run, suspected=True):
-            # The ranks are in different epochs as a consequence. A relation of rules cannot express
-            # this, because the decision is only suspected here and may do no harm yet.
+            # A local decision put the ranks into different epochs. A relation between rules cannot
+            # express this, because the decision is only suspected and may do no harm yet.
             continue
         at = passes[group[0]].at
         yield Finding(
@@ -368,7 +367,7 @@ def seeds_differ(run: Run) -> Iterator[Finding]:
     },
 )
 def lengths_differ(run: Run) -> Iterator[Finding]:
-    """A sampler divides a data set that has another length on each rank.
+    """A sampler divides a data set that has a different length on each rank.
 
     What it finds
         Training loaders built at one line whose data sets differ in length between ranks, while a
@@ -376,12 +375,12 @@ def lengths_differ(run: Run) -> Iterator[Finding]:
 
     Why it is bad
         A sampler takes its part of the order of the whole data set, which has to be the same on
-        every rank. Otherwise parts overlap and leave gaps. Ranks also make different numbers of
-        batches, so that schedules differ and collectives are paired with others, or hang.
+        every rank. Otherwise the parts overlap and leave gaps. Ranks also get different numbers of
+        batches, so that schedules differ, and collectives pair with the wrong ones or hang.
 
     How to fix it
         Build the same data set on every rank, and let the sampler divide it. If each rank reads
-        other files, leave that sampler out, and let all ranks make the same number of batches.
+        its own files, leave that sampler out, and let all ranks take the same number of batches.
 
     Example
         Wrong: `DistributedSampler(Corpus(files[rank::world_size]))`
@@ -401,7 +400,7 @@ def lengths_differ(run: Run) -> Iterator[Finding]:
             about=str(first.at),
             subjects=frozenset((relations.STANDSTILL,)),
             severity=Severity.ERROR,
-            message="the data set that a sampler divides among the ranks has another length on "
+            message="the data set that a sampler divides among the ranks has a different length on "
             "each: " + ", ".join(f"{lengths[n]} samples on rank {n}" for n in sorted(lengths)[:4]),
             ranks=tuple(sorted(lengths)),
             location=first.at,
@@ -455,8 +454,8 @@ def other_split(run: Run) -> Iterator[Finding]:
             code="DDP110",
             about=str(at),
             severity=Severity.ERROR,
-            message=f"the data set was split differently on each rank at {at}, so that what one "
-            f"rank validates on another may train on",
+            message=f"the data set was split differently on each rank at {at}, so that one rank "
+            f"may train on samples that another validates on",
             ranks=tuple(passes),
             location=at,
             evidence=(
@@ -489,7 +488,7 @@ def order_repeated(run: Run) -> Iterator[Finding]:
 
     How to fix it
         Call `set_epoch(epoch)` on the sampler that the loader uses, before the loop over the
-        loader. Workers have a copy of the data set: one that persists never sees a new epoch.
+        loader. Workers have a copy of the data set: a persistent worker never sees a new epoch.
         Share it (`torch.tensor(0).share_memory_()`), or let new workers begin each pass.
 
     Example
@@ -504,7 +503,7 @@ def order_repeated(run: Run) -> Iterator[Finding]:
     When it stays silent
         With `shuffle=False`, for samples in ascending order, for samplers without `set_epoch`, in
         the first epoch, for evaluation loaders, and if the order changed in any other way. For
-        iterable data that nothing shuffles, or that is augmented at random in all its parts.
+        iterable data that is not shuffled, or that is augmented at random in all its parts.
     """
     yield from _streams_repeated(run)
     compared: dict[object, dict[int, tuple[Pass, Pass] | None]] = {}
@@ -550,7 +549,7 @@ def _by_loader(rank: Rank) -> dict[object, list[Pass]]:
 
 
 def _streams_repeated(run: Run) -> Iterator[Finding]:
-    """Yield loaders of iterable data whose passes begin with the same samples on all ranks."""
+    """Yield findings for loaders of iterable data whose passes begin with the same samples."""
     found: dict[object, list[tuple[Pass, Pass] | None]] = {}
     for rank in run.last:
         for place, passes in _by_loader(rank).items():
@@ -559,7 +558,7 @@ def _streams_repeated(run: Run) -> Iterator[Finding]:
                 found.setdefault(place, []).append(pair if _same_stream(*pair) else None)
     for each in found.values():
         pairs = [pair for pair in each if pair is not None]
-        # A rank without budget records no second pass.
+        # A rank without budget may not record the second pass.
         if len(pairs) < len(each) or (len(pairs) < len(run.last) and not run.over):
             continue
         before, again = pairs[0]
@@ -575,7 +574,7 @@ def _streams_repeated(run: Run) -> Iterator[Finding]:
             + (
                 "the epoch that the job sets does not reach the loader's persistent workers"
                 if kept
-                else f"{one.dataset} shuffles alike in each pass"
+                else f"{one.dataset} shuffles in the same way in each pass"
             ),
             ranks=ranks,
             location=again.made,
@@ -589,7 +588,7 @@ def _streams_repeated(run: Run) -> Iterator[Finding]:
             fix="Workers have a copy of the data set: keep the epoch in shared memory "
             "(torch.tensor(0).share_memory_()), or leave out persistent_workers=True."
             if kept
-            else "Call set_epoch(epoch) of the data set before each pass if it has that (Hugging "
+            else "Call set_epoch(epoch) of the data set before each pass if it has one (Hugging "
             "Face's do), or seed the shuffling from an epoch that reaches the workers.",
         )
         return
@@ -614,7 +613,7 @@ def _same_stream(before: Pass, again: Pass) -> bool:
     """Return whether two passes began with the same samples, or the same part of each sample."""
     count = min(len(before.record.rows), len(again.record.rows))
     rows = (*before.record.rows[:count], *again.record.rows[:count])
-    # Labels with few values may be equal by accident, or in randomly augmented data.
+    # Labels with few values may be equal by chance, or in randomly augmented data.
     return any(
         column[:count] == column[count:] and 2 * len(set(column[:count])) > count
         for column in list(zip(*rows, strict=False))[1:]
@@ -622,7 +621,7 @@ def _same_stream(before: Pass, again: Pass) -> bool:
 
 
 def _comparable(before: Pass, again: Pass) -> bool:
-    """Return whether two passes follow each other with one shuffling sampler."""
+    """Return whether two passes follow each other with the same shuffling sampler."""
     sampler = before.sampler
     return (
         before.trains

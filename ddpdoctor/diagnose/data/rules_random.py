@@ -18,7 +18,7 @@ from ddpdoctor.run.snapshot import Rank, Run
 MIN_STEPS = 4
 """Minimum number of consecutive steps with draws."""
 BLOCK_DRAWS = 624
-"""The size of a generator's block. A step with this many draws fills a tensor. Fewer draws may be
+"""Number of draws in a generator's block. A step with this many draws fills a tensor. Fewer may be
 for a value that ranks must share, such as an order or a size."""
 MIN_DRAWS = 8
 """Minimum number of draws for an augmented batch."""
@@ -39,7 +39,7 @@ class _Alike:
     """Whether it may be harmless, because only few numbers per batch are equal."""
     worker: bool = False
     at: Location | None = None
-    """Where the numbers are drawn, if known."""
+    """The line that draws the numbers, if known."""
 
 
 @rule(
@@ -54,16 +54,16 @@ def same_random_numbers(run: Run) -> Iterator[Finding]:
     What it finds
         Generators of torch, numpy or Python's `random` that are in the same state on all ranks of a
         DDP group, and from which the training loop or the data set draws in each step. Workers of a
-        loader that begin with the same state. Losses that are the same on all ranks bit for bit,
-        while the loop draws its batches.
+        loader that begin with the same state. Losses that are bitwise equal on all ranks, while the
+        loop draws its batches.
 
     Why it is bad
         N ranks see the same augmentations, noise, masks or simulated samples: there is less
         variety than it seems. If the batches are the same, N ranks do the work of one.
 
     How to fix it
-        Seed the model's initial weights as you like, then seed what draws for the data with the
-        rank added, and in workers with `torch.initial_seed()`, which differs between them.
+        Seed the model's initial weights as you like. Then add the rank to the seed of generators
+        for the data, and seed workers with `torch.initial_seed()`, which differs between them.
 
     Example
         Wrong: `torch.manual_seed(0)`, then `noise = torch.randn_like(batch)` in the loop
@@ -71,10 +71,10 @@ def same_random_numbers(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         For draws within the model's forward if anything there is called dropout, for few numbers in
-        the loop (a size, the order of an epoch), for numbers drawn on a GPU, where the loss is
+        the loop (a size, the order of an epoch), for numbers drawn on a GPU, if the loss is
         reduced, and for a batch that never changes. It is information if a data set draws a few
-        numbers for each batch, alike on the ranks but not in each worker, and if `ddpdoctor parity`
-        sees masks of dropout that are the same on all ranks.
+        numbers for each batch that are equal on all ranks, but not in all workers of a rank, and if
+        `ddpdoctor parity` sees dropout masks that are the same on all ranks.
     """
     found = next((alike for look in (_workers, _ranks, _losses) for alike in look(run)), None)
     if found is None:
@@ -120,7 +120,7 @@ def _alike_workers(
     for record in written:
         states = [each for each in record.states if each.name == library]
         if len(states) < 2 or any(_drawn(*pair) < 1 for pair in pairwise(states)):
-            # The data set is not augmented, for example in an evaluation.
+            # The data set does not draw, for example because an evaluation does not augment it.
             continue
         many = many and all(_drawn(*pair) >= BLOCK_DRAWS for pair in pairwise(states))
         key = record.worker or 0, record.generation
@@ -147,12 +147,12 @@ def _drawn(before: GeneratorState, after: GeneratorState) -> int:
     """Return the minimum number of draws between two states."""
     if before.block == after.block:
         return after.used - before.used
-    # The block was replaced at least once. A few draws per step would not do that in every step.
+    # The block was replaced at least once. With few draws, that would not occur in every step.
     return BLOCK_DRAWS
 
 
 def _ranks(run: Run) -> Iterator[_Alike]:
-    """Yield generators that all ranks of a group draw from in the same states."""
+    """Yield generators from which all ranks of a group draw in the same states."""
     for group in groups_of(run):
         records = [rank.records.first(RandomRecord) for rank in group]
         known = [each for each in records if each is not None]
@@ -214,7 +214,7 @@ def _losses(run: Run) -> Iterator[_Alike]:
             found.ranks,
             "",
             "every rank draws the same batches from its random numbers",
-            f"the loss was the same bit for bit on {len(found.ranks)} ranks in {found.steps} of "
+            f"the loss was bitwise equal on {len(found.ranks)} ranks in {found.steps} of "
             f"{found.steps} steps",
             at=loop[0],
         )
@@ -224,7 +224,7 @@ def _losses(run: Run) -> Iterator[_Alike]:
 
 
 def _seed_line(run: Run, found: _Alike) -> tuple[Location | None, tuple[str, ...]]:
-    """Return the most likely line of the cause, and other lines that seed alike."""
+    """Return the most likely line of the cause, and the lines that seed all ranks equally."""
     functions = worker_functions(run)
     fits = [
         (min(fit, 1) if each.passed else 2 * fit, each)
@@ -238,11 +238,11 @@ def _seed_line(run: Run, found: _Alike) -> tuple[Location | None, tuple[str, ...
 
 
 def _fits(seed: Seed, found: _Alike, in_worker: bool) -> int:
-    """Return how well a seed, perhaps of a ``worker_init_fn``, explains equal numbers; 0 if not."""
+    """Rate how well a seed, perhaps of a ``worker_init_fn``, explains equal numbers. 0 if not."""
     if not found.library:
         return 3 if seed.own else int(not in_worker)
     if in_worker:
         return 3 if found.worker and seed.library in (found.library, "") else 0
-    # By default torch's generator in the rank seeds the generators of its workers.
+    # By default the rank's torch generator seeds the generators of its workers.
     wanted = "torch" if found.worker else found.library
     return 0 if seed.own else 2 if seed.library == wanted else int(not seed.library)

@@ -1,4 +1,4 @@
-"""Rules for data judged by content (DDP115 to DDP117): samples that several ranks have."""
+"""Rules that compare data by content (DDP115 to DDP117): samples that several ranks have."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def same_stream(run: Run) -> Iterator[Finding]:
 
     Why it is bad
         The ranks compute the same gradients: N GPUs train no faster than one. A `DataLoader` cannot
-        shard an iterable data set and takes no sampler for it.
+        shard an iterable data set, and does not accept a sampler for it.
 
     How to fix it
         Make `__iter__` skip the samples of other ranks and workers, with `dist.get_rank()` and
@@ -84,7 +84,7 @@ def _columns(each: Sequence[Pass]) -> range:
 
 
 def _common_samples(each: Sequence[Pass]) -> int | None:
-    """Return the number of samples common to all ranks, if these are nearly all samples."""
+    """Return the number of samples that all ranks share, if these are nearly all samples."""
     if not all(one.record.rows for one in each):
         return None
     workers = max(1, *(one.record.workers for one in each))
@@ -104,15 +104,15 @@ def _common_samples(each: Sequence[Pass]) -> int | None:
 
 @rule("DDP116", "duplicated-between-workers", Severity.ERROR)
 def same_workers(run: Run) -> Iterator[Finding]:
-    """All workers of a DataLoader give the same samples of an iterable data set.
+    """All workers of a DataLoader yield the same samples of an iterable data set.
 
     What it finds
         A training loader with several workers over an iterable-style data set, whose batches come
         in groups of equal content: one copy from each worker.
 
     Why it is bad
-        Each worker has a copy of the data set and iterates over all of it. An epoch is as many
-        times longer as there are workers, and consecutive steps repeat the same samples.
+        Each worker has a copy of the data set and iterates over all of it. With N workers an epoch
+        is N times as long, and consecutive steps repeat the same samples.
 
     How to fix it
         In `__iter__`, let each worker take its part with `torch.utils.data.get_worker_info()`.
@@ -158,8 +158,8 @@ def same_workers(run: Run) -> Iterator[Finding]:
             ranks=ranks,
             location=first.made,
             evidence=(
-                f"of {of} samples in batches that came at one time from each worker, {doubled} "
-                f"came from another worker, too",
+                f"of {of} samples in rounds with one batch from each worker, {doubled} "
+                f"came from another worker as well",
                 f"data set {first.record.dataset}, read at {first.read}",
             ),
             fix="Give each worker its part in the data set's __iter__, by "
@@ -168,7 +168,7 @@ def same_workers(run: Run) -> Iterator[Finding]:
 
 
 def _copies(one: Pass) -> tuple[int, int] | None:
-    """Count the samples from several workers in one round of batches, and all samples.
+    """Count the samples that several workers yielded in the same round of batches, and all.
 
     Only rounds with a batch from every worker count.
     """
@@ -204,12 +204,12 @@ def _doubled(batches: list[list[int | None]]) -> int:
 
 
 MIN_SHARED = 0.02
-"""Minimum ratio of shared draws. Less may be padding of the last round."""
+"""Minimum fraction of shared draws. Less may be padding of the last round."""
 MAX_HASHES = 256
-"""Maximum number of hashes that a rank records of a pass. Fewer hashes cover all samples."""
+"""Maximum number of hashes that a rank records per pass. Fewer hashes cover all samples."""
 
 Compared = tuple[int, int, str]
-"""Shared draws, compared draws, and the method."""
+"""Number of shared draws, number of compared draws, and the method."""
 
 
 @rule("DDP117", "shared-rows", Severity.WARNING)
@@ -223,7 +223,7 @@ def shared_rows(run: Run) -> Iterator[Finding]:
         data set that is the same on all ranks.
 
     Why it is bad
-        Samples in several parts count more than others in each epoch, and as many samples are in no
+        Samples in several parts weigh more than others in each epoch, and other samples are in no
         part and are never used for training.
 
     How to fix it
@@ -232,7 +232,7 @@ def shared_rows(run: Run) -> Iterator[Finding]:
 
     Example
         Wrong:
-            order = torch.randperm(len(data))  # another seed on each rank
+            order = torch.randperm(len(data))  # a different seed on each rank
             mine = Subset(data, order[rank::world_size])
         Right:
             order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
@@ -295,7 +295,7 @@ def _by_index(passes: Passes) -> Compared | None:
         return None
     if not same_data(passes):
         return None
-    return _enough(*overlap(passes), len(each), "by their number in the data set")
+    return _enough(*overlap(passes), len(each), "by their index in the data set")
 
 
 def _by_content(passes: Passes) -> Compared | None:
@@ -307,7 +307,7 @@ def _by_content(passes: Passes) -> Compared | None:
     hashes = [frozenset(sketch.hashes) for sketch in sketches]
     bounds = [max(known) for known in hashes if len(known) >= MAX_HASHES]
     if bounds:
-        # Some rank has left out larger hashes.
+        # A rank with too many hashes has left out the largest.
         hashes = [frozenset(value for value in known if value <= min(bounds)) for known in hashes]
     compared = sum(map(len, hashes))
     shared = compared - len(frozenset[int]().union(*hashes))
@@ -329,7 +329,7 @@ def _comparable(passes: Passes) -> bool:
     if not same:
         # Sharded subsets may share samples on purpose.
         return not _all_sharded(each)
-    # Equal samples with other indices: copies in another order, or samples generated at random.
+    # Equal samples with different indices: copies in another order, or randomly generated samples.
     return bool(shared) or all(map(repeatable, each))
 
 
@@ -342,5 +342,5 @@ def _enough(shared: int, compared: int, least: int, how: str) -> Compared | None
 
 
 def _hashed(one: Pass) -> int:
-    """Return how many samples a rank hashed."""
+    """Return the number of samples that a rank hashed."""
     return one.record.sketch.looked if one.record.sketch is not None else 0

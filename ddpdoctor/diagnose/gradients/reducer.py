@@ -26,7 +26,7 @@ UNFINISHED = "Expected to have finished reduction in the prior iteration"
 """DDP's message about a parameter without a gradient."""
 
 STATIC = "training graph has changed in this iteration"
-"""DDP's message for the same under static_graph=True (DDP306)."""
+"""DDP's message about the same under static_graph=True (DDP306)."""
 
 TWICE = "Expected to mark a variable ready only once"
 """DDP's message about a gradient that was ready twice in one backward."""
@@ -35,13 +35,13 @@ SHOWN = 4  # Maximum number of parameters in a message, which counts the rest.
 
 
 def listed(names: Sequence[str], count: int | None = None) -> str:
-    """List the first names, and count the rest."""
+    """List the first names, and the number of the others."""
     rest = (len(names) if count is None else count) - min(SHOWN, len(names))
     return ", ".join(names[:SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def reducer_complaints(run: Run, what: str) -> list[tuple[Rank, ErrorRecord]]:
-    """Return the last attempt's ranks that ended with a message of the reducer, with records."""
+    """Return the last attempt's ranks that failed with the reducer's message, and its records."""
     return [
         (rank, error)
         for rank in run.last
@@ -96,7 +96,7 @@ class OfModule(Generic[R]):
 
     @property
     def built_at(self) -> Location | None:
-        """The line that created it."""
+        """The line that created the module."""
         return self.built.location if self.built is not None else None
 
 
@@ -111,7 +111,7 @@ def by_module(run: Run, declared: type[R]) -> dict[int, OfModule[R]]:
 
 @dataclass(frozen=True)
 class Missing:
-    """The parameters of one DDP module that got no gradient on some ranks."""
+    """The parameters of a DDP module that got no gradient on some ranks."""
 
     ddp: int
     records: dict[int, NoGradientRecord]  # The probe's records, by rank
@@ -149,7 +149,7 @@ class Missing:
 
 
 def missing_gradients(run: Run) -> Iterator[Missing]:
-    """Yield the modules with missing gradients, once every rank had time to report."""
+    """Yield the modules with missing gradients, once every rank has had time to report them."""
     records: dict[int, dict[int, NoGradientRecord]] = {}
     for rank in run.last:
         for record in rank.records.of(NoGradientRecord):

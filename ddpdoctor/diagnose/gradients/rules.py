@@ -32,7 +32,7 @@ from ddpdoctor.run.records.model import (
 from ddpdoctor.run.records.process import ErrorRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
-MIN_PART = 0.1  # Ratio of a model from which missing gradients are hardly intended
+MIN_PART = 0.1  # Minimum fraction of a model whose missing gradients are hardly intended
 
 
 @rule(
@@ -54,10 +54,10 @@ def unused_parameters(run: Run) -> Iterator[Finding]:
         The names and modules of parameters that did not take part in the loss, seen in the first
         synchronized backwards, before DDP raises, and later when DDP raises "Expected to have
         finished reduction". Differences between ranks (a branch that only some take) are reported.
-        With `find_unused_parameters=True` or `static_graph=True`, parameters that got none in any
-        of at least five backwards on any rank (a warning if a collective lost their graph, or if
-        they are a tenth of the model; otherwise information).
-        A loss of some ranks only that depends on no parameter is reported in any step.
+        With `find_unused_parameters=True` or `static_graph=True`, parameters that got none on any
+        rank in at least five backwards (a warning if a collective lost their graph, or if they are
+        a tenth of the model; otherwise information).
+        If the loss of some ranks depends on no parameter, it is reported in any step.
 
     Why it is bad
         DDP waits for every gradient of a bucket. If one is missing, the bucket is never reduced:
@@ -76,8 +76,8 @@ def unused_parameters(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         For frozen parameters, inside `no_sync()`, for models outside DDP, and if no parameter of
-        the module got a gradient on any rank. With these options, for parameters that are used now
-        and then.
+        the module got a gradient on any rank. With these options, for parameters that are sometimes
+        used.
     """
     yield from constant_losses(run)
     found = [missing for missing in missing_gradients(run) if not missing.altered]
@@ -148,7 +148,7 @@ def _fix_of_unused(some: bool, error: ErrorRecord | None, cut: GraphCutRecord | 
 
 
 def _cut_in_static_graph(run: Run) -> Iterator[Finding]:
-    """Yield a lost graph for which DDP raised under ``static_graph=True``, without names."""
+    """Yield a finding for a lost graph if DDP raised under ``static_graph=True`` without names."""
     errors = {
         rank.rank: error
         for rank in run.last
@@ -223,7 +223,7 @@ def _unused(run: Run, missing: Missing) -> Finding:
             f"(step {first.step})"
         )
     if some:
-        evidence.append(f"{named(missing.silent)} missed none in that backward")
+        evidence.append(f"{named(missing.silent)} had all gradients in that backward")
     cut = _cut(run) if not some else None
     source = cut or first or error
     return Finding(
@@ -316,7 +316,7 @@ def find_unused_not_needed(run: Run) -> Iterator[Finding]:
         Right: `DDP(model)`
 
     When it stays silent
-        If any rank once left a parameter unused, with `static_graph=True`, before the 50th
+        If any rank ever left a parameter unused, with `static_graph=True`, before the 50th
         synchronized backward of a running job, and in jobs with fewer than five.
     """
     for number, seen in by_module(run, FindUnusedRecord).items():
@@ -398,7 +398,7 @@ def small_batch_norm(run: Run) -> Iterator[Finding]:
         )
 
 
-MIN_OPTIMIZER_STEPS = 4  # Minimum number of optimizer steps of a loop to judge the batches per step
+MIN_OPTIMIZER_STEPS = 4  # Minimum number of optimizer steps of a loop to know its batches per step
 
 
 @rule(
@@ -411,11 +411,11 @@ def no_sync_missing(run: Run) -> Iterator[Finding]:
     """Gradients are accumulated, and every backward is reduced.
 
     What it finds
-        A loop over a DataLoader that is over, took at least twice as many batches as the optimizer
-        took steps on every rank, and reduced the gradients of every batch.
+        A finished loop over a DataLoader that on every rank took at least twice as many batches as
+        optimizer steps, and reduced the gradients of every batch.
 
     Why it is bad
-        Only the sum at the optimizer's step counts. The all-reduces of the step's other backwards
+        Only the sum at the optimizer's step matters. The all-reduces of the step's other backwards
         cost time without any effect.
 
     How to fix it
@@ -431,8 +431,8 @@ def no_sync_missing(run: Run) -> Iterator[Finding]:
                 model(batch).mean().backward()
 
     When it stays silent
-        For loops that are left early or take fewer than 4 optimizer steps, if some batches are
-        reduced and others not, if an optimizer's step takes one batch, and for parts of a batch.
+        For loops that are left early or take fewer than 4 optimizer steps, if only some batches are
+        reduced, if an optimizer's step takes one batch, and for parts of a batch.
     """
     found = [(rank, loop) for rank in run.last if (loop := _accumulating_loop(run, rank))]
     if len(found) < len(run.last) or len(found) < 2:
@@ -466,7 +466,7 @@ class _AccumulatingLoop(NamedTuple):
 
 
 def _accumulating_loop(run: Run, rank: Rank) -> _AccumulatingLoop | None:
-    """Return the first loop of a rank that accumulates gradients and reduces every batch's."""
+    """Return a rank's first loop that accumulates gradients and reduces them for every batch."""
     for trace in traces_of(rank, run):
         if trace.state != "ended" or trace.fetched is None or trace.reached is None:
             continue

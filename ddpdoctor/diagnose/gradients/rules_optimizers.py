@@ -29,7 +29,7 @@ from ddpdoctor.run.snapshot import Rank, Run
 
 
 def _unowned(run: Run, orphans: bool) -> Iterator[tuple[OfModule[UnownedRecord], str]]:
-    """Yield parameters that no optimizer holds and that did not change, with the evidence."""
+    """Yield unchanged parameters that are in no optimizer, with the evidence."""
     for found in by_module(run, UnownedRecord).values():
         if found.record.unchanged and bool(found.record.orphans) is orphans:
             first, last = found.record.steps
@@ -45,12 +45,12 @@ def not_in_optimizer(run: Run) -> Iterator[Finding]:
     """Trainable parameters are in no optimizer.
 
     What it finds
-        Parameters of a DDP module that require gradients and get them, that no optimizer holds, and
-        whose values did not change over ten steps.
+        Parameters of a DDP module that require gradients and get them, are in no optimizer, and did
+        not change over ten steps.
 
     Why it is bad
-        They are not trained. Their gradients are computed and all-reduced in every step for
-        nothing.
+        They are not trained. Computing and all-reducing their gradients in every step is wasted
+        time.
 
     How to fix it
         Pass them to the optimizer. If they should not be trained, freeze them before DDP is
@@ -77,7 +77,7 @@ def not_in_optimizer(run: Run) -> Iterator[Finding]:
             location=record.location,
             evidence=(unchanged, f"the optimizer made here is {record.optimizer}"),
             fix="Pass them to the optimizer, or freeze them before DDP is built, which saves their "
-            "gradients and the all-reduce of these.",
+            "gradients and the all-reduce.",
             about=f"module {record.ddp}",
         )
 
@@ -96,8 +96,8 @@ def optimizer_of_old_parameters(run: Run) -> Iterator[Finding]:
         values, without any error.
 
     How to fix it
-        Create the optimizer after the last change of the model's parameters. Before or after DDP
-        makes no difference: DDP keeps the parameters.
+        Create the optimizer after the last change of the model's parameters, before or after DDP,
+        which keeps the parameters.
 
     Example
         Wrong:
@@ -141,8 +141,8 @@ def optimizer_in_loop(run: Run) -> Iterator[Finding]:
         schedule.
 
     Why it is bad
-        The optimizer's state is lost: Adam stays in its biased first step, and momentum has no
-        effect. A schedule that restarts again and again never decays.
+        The optimizer's state is lost: Adam repeats its biased first step, and momentum has no
+        effect. A schedule that keeps restarting never decays.
 
     How to fix it
         Create it once, before the loop.
@@ -158,11 +158,11 @@ def optimizer_in_loop(run: Run) -> Iterator[Finding]:
     When it stays silent
         For optimizers without state (plain SGD), LBFGS, and optimizers of copies, as in
         meta-learning. Once per epoch: with fewer than three of them, with changed options or
-        parameters (a learning rate that changes by less than 5 times is a schedule), after loaded
-        weights, if each is used for several epochs, and if replicas are averaged, as in federated
-        training. For schedulers that reach their end (warm restarts), that are given a position
-        (`last_epoch`, a loaded state), or whose factor is constant (`ExponentialLR`), and for
-        `LambdaLR` that is stepped more than once.
+        parameters (a learning rate that changes by a factor below 5 is a schedule), after weights
+        are loaded, if each is used for several epochs, and if replicas are averaged, as in
+        federated training. For schedulers that reach their end (warm restarts), that are given a
+        position (`last_epoch`, a loaded state), or whose factor is constant (`ExponentialLR`), and
+        for `LambdaLR` that is stepped more than once.
     """
     for role in ("optimizer", "scheduler"):
         seen = [
@@ -201,7 +201,7 @@ def _remade(role: str, ranks: tuple[int, ...], record: RemadeRecord) -> Finding:
         of = f" of {record.end:g}" if record.end is not None else ""
         seen = (
             f"{record.times} schedulers of the same optimizer and options in a row by step "
-            f"{record.step}; the one before the last came to position "
+            f"{record.step}; the one before the last reached position "
             f"{record.position or 0:g}{of}"
         )
     return Finding(
@@ -284,12 +284,12 @@ def clip_too_early(run: Run) -> Iterator[Finding]:
 
     What it finds
         Calls of `clip_grad_norm_` or `clip_grad_value_` after `scaler.scale(loss).backward()` and
-        without `scaler.unscale_(optimizer)`, or before the backward of their step. It takes three
+        without `scaler.unscale_(optimizer)`, or before the backward of their step. At least three
         such calls, and none in the right place.
 
     Why it is bad
-        Scaled gradients are thousands of times larger than the limit. After unscaling, next to
-        nothing is left of them, and the model hardly learns. A call before the backward limits
+        Scaled gradients are thousands of times larger than the limit. After clipping and unscaling
+        they are close to zero, and the model hardly learns. A call before the backward limits
         nothing.
 
     How to fix it
@@ -362,20 +362,20 @@ FADES = ("CosineAnnealingLR", "LambdaLR", "OneCycleLR", "PolynomialLR")
 
 @rule("DDP331", "schedule-length", Severity.WARNING)
 def schedule_length(run: Run) -> Iterator[Finding]:
-    """The learning rate's schedule is longer or shorter than the training by the number of ranks.
+    """The learning rate's schedule is too long or too short by a factor of the world size.
 
     What it finds
         In a job that ended well, a scheduler that was stepped once for each training step, with an
-        option (`T_max`, `total_steps`, a number that its function uses) that is as many times the
-        number of steps as there are ranks. Or a scheduler of the right length that was stepped as
-        many times per step as there are ranks, or one that is shorter by that factor where a line
-        divides a number of steps by the number of ranks. Without a scheduler, a rate that changes
-        and a line that computes a number of steps from the length of sharded data. `ddpdoctor
+        option (`T_max`, `total_steps`, a number that its function uses) that is the number of steps
+        times the world size. Or a scheduler of the right length that was stepped world-size times
+        per step, or one that is shorter by that factor while a line divides a number of steps by
+        the world size. Without a scheduler, a rate that changes, and a line that computes a number
+        of steps from the length of sharded data. `ddpdoctor
         parity` compares the epochs after which it ends, and its warm-up, at two sizes.
 
     Why it is bad
-        Each rank takes `len(data) / world_size` steps. A schedule made for all the data has come to
-        the middle when training ends: warm-up takes too long, and the rate never decays. One that
+        Each rank takes `len(data) / world_size` steps. A schedule made for all the data is only
+        partly done when training ends: warm-up takes too long, and the rate never decays. One that
         is divided twice ends early, and the rest trains with a rate of zero.
 
     How to fix it
@@ -386,8 +386,8 @@ def schedule_length(run: Run) -> Iterator[Finding]:
         Right: `total = epochs * len(loader)`
 
     When it stays silent
-        For schedulers that are stepped by epoch, for jobs that failed or were stopped, for fewer
-        than twenty steps, and for gradients accumulated over as many batches as there are ranks.
+        For schedulers that are stepped once per epoch, for jobs that failed or were stopped, for
+        fewer than twenty steps, and for gradients accumulated over world-size batches.
     """
     world = run.world_size
     if run.exit_status != 0 or world < 2 or len(run.last) < world:
@@ -415,7 +415,7 @@ def schedule_length(run: Run) -> Iterator[Finding]:
 
 
 def _by_hand(run: Run) -> Iterator[Finding]:
-    """Yield a schedule without a scheduler whose length covers all the data."""
+    """Yield a finding for a schedule without a scheduler whose length covers all the data."""
     first = run.last[0]
     rates = list(dict.fromkeys(_rates(first)))
     at = steps_of_all_data(run)
@@ -431,8 +431,8 @@ def _by_hand(run: Run) -> Iterator[Finding]:
         ranks=tuple(rank.rank for rank in run.last),
         location=at,
         evidence=(
-            f"the rates that were recorded go from {max(rates):.4g} to {rates[-1]:.4g}",
-            "the line divides the length of the data, and not by the number of ranks",
+            f"the recorded rates go from {max(rates):.4g} to {rates[-1]:.4g}",
+            "the line divides the length of the data, but not by the number of ranks",
         ),
         fix="Compute the length from the steps that a rank takes: epochs * len(loader).",
         about="schedule by hand",
@@ -440,7 +440,7 @@ def _by_hand(run: Run) -> Iterator[Finding]:
 
 
 def _judged(run: Run, record: ScheduleRecord, world: int) -> tuple[str, str] | None:
-    """Return message and fix of a schedule whose length is wrong."""
+    """Return the message and the fix for a schedule whose length is wrong."""
     steps, position = record.steps, record.position
     if world in {
         round(median([each.backwards for each in rank.steps] or [1])) for rank in run.last
@@ -459,7 +459,7 @@ def _judged(run: Run, record: ScheduleRecord, world: int) -> tuple[str, str] | N
             f"are ranks, and ends ({right} steps) {world} times too early",
             "Step the scheduler once for each optimizer step, or make it as many times longer.",
         )
-    # In a sequence of schedulers, a later one begins after others.
+    # In a sequence of schedulers, one may start after the others.
     later = max(0, steps - position)
     if right is not None or later > steps / 2:
         return None
@@ -486,26 +486,26 @@ def _judged(run: Run, record: ScheduleRecord, world: int) -> tuple[str, str] | N
 
 @rule("DDP317", "rate-by-local-batch", Severity.INFO)
 def rate_by_local_batch(run: Run) -> Iterator[Finding]:
-    """The learning rate is computed from the batch of one rank, not from that of all ranks.
+    """The learning rate is computed from one rank's batch size, not from the global one.
 
     What it finds
         A line that scales a learning rate by a batch size (`base * batch_size / 256`) without the
-        number of ranks, in a job of several.
+        world size, in a job with several ranks.
 
     Why it is bad
         An optimizer step averages the samples of all ranks. The linear scaling rule is about these,
-        so the rate is too small by the number of ranks.
+        so the rate is too small by a factor of the world size.
 
     How to fix it
-        Multiply the batch size by the number of ranks, unless the rate was chosen for this job.
+        Multiply the batch size by the world size, unless the rate was chosen for this job.
 
     Example
         Wrong: `lr = 0.1 * batch_size / 256`
         Right: `lr = 0.1 * batch_size * dist.get_world_size() / 256`
 
     When it stays silent
-        For a rate that no batch size is a part of, for a single rank, and if a line divides or
-        multiplies a batch size by the number of ranks: it may be that of all.
+        For a rate that does not depend on a batch size, for a single rank, and if a line divides or
+        multiplies a batch size by the world size, which may then be the global one.
     """
     if run.world_size < 2 or len(run.last) < run.world_size:
         return

@@ -2,7 +2,7 @@
 
 A backward that DDP does not reduce may be intended: gradients are accumulated, or averaged by hand.
 So these rules also require that gradients differed between ranks at the optimizer's step, and that
-the parameters differ since then.
+the parameters have differed since then.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ GRADIENTS_DIFFER = 1e-6
 PARAMETERS_DIFFER = 1e-12
 """The same for parameters, which change little at a small learning rate. Norms are doubles."""
 MIN_DIFFERENT_STEPS = 6
-"""Number of later steps of a running job with different parameters. One is enough in an ended
-job."""
+"""Minimum number of later steps with different parameters in a running job. One is enough if the
+job has ended."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Unreduced:
     norms: dict[int, float]
     """The norm of its gradient, by rank."""
     drift: str
-    """Later steps with different parameters, and the differences."""
+    """Describes a later step with different parameters."""
 
     def evidence(self) -> tuple[str, ...]:
         """Describe the gradients that differed, and the harm."""
@@ -122,7 +122,7 @@ def _harm(
 ) -> Unreduced | None:
     """Return the first step whose gradients made the parameters differ.
 
-    Enough later steps must show this, or fingerprints that differ since that step.
+    Enough later steps must show this, or fingerprints that have differed since that step.
     """
     for step, records in steps.items():
         spreads = _spreads([each.gradients for each in records.values()])
@@ -134,7 +134,7 @@ def _harm(
             for later, after in steps.items()
             if later > step
         ]
-        # Adam's first step depends only on the gradient's sign.
+        # Adam's first step depends only on the gradient's sign, so parameters may still be equal.
         while moved and moved[0][2] <= PARAMETERS_DIFFER:
             del moved[0]
         # Parameters that are equal again were averaged by hand, as in local SGD.
@@ -168,7 +168,7 @@ def _widest(spreads: dict[str, float]) -> tuple[str, float]:
 
 
 def _spreads(norms: list[dict[str, float]]) -> dict[str, float]:
-    """Return the relative difference of each parameter's norms. 0 if one is not finite."""
+    """Return the relative difference between each parameter's norms. 0 if one is not finite."""
     found: dict[str, float] = {}
     for name in norms[0]:
         if all(name in each for each in norms):
@@ -200,15 +200,15 @@ def forward_around_ddp(run: Run) -> Iterator[Finding]:
     What it finds
         A backward that reached the parameters of a DDP module without a forward through DDP since
         the last step, gradients that differed between ranks when the optimizer used them, and
-        parameters that differ since then.
+        parameters that have differed since then.
 
     Why it is bad
         DDP prepares the all-reduce in its `forward`. After `ddp.module(x)`, or a call of the model
-        that was wrapped, every rank trains a separate model without any error. The checkpoint has
-        learned from rank 0's data only.
+        that was wrapped, every rank trains a separate model without any error. The model in the
+        checkpoint has learned from rank 0's data only.
 
     How to fix it
-        Call the DDP object, and move whatever else the loss needs into the module's `forward`.
+        Call the DDP object, and move everything that the loss needs into the module's `forward`.
 
     Example
         Wrong: `loss = ddp.module.loss(batch)`
@@ -234,7 +234,7 @@ def second_backward(run: Run) -> Iterator[Finding]:
     What it finds
         A backward that came after DDP had already reduced for its forwards: forward, forward,
         backward, backward, or two backwards of one forward. Its gradients differed between ranks
-        when the optimizer used them, and the parameters differ since then.
+        when the optimizer used them, and the parameters have differed since then.
 
     Why it is bad
         DDP reduces once after each forward. The gradients of a second backward stay local, and the
@@ -272,17 +272,17 @@ def no_sync_scope(run: Run) -> Iterator[Finding]:
     What it finds
         A forward inside `no_sync()` with its backward outside, or an optimizer step after a forward
         and a backward inside it: the gradients were not synchronized, differed when the optimizer
-        used them, and the parameters differ since then (error). Or a backward inside `no_sync()`
-        with its forward outside: it was synchronized anyway (warning).
+        used them, and the parameters have differed since then (error). Or a backward inside
+        `no_sync()` with its forward outside: it was synchronized anyway (warning).
 
     Why it is bad
-        The forward decides, and the last backward of a step has to be synchronized: it reduces what
-        all of them accumulated. Otherwise replicas diverge without any error; in the second case,
-        every accumulation step pays for the all-reduce that `no_sync()` was meant to save.
+        The forward decides, and the last backward of a step has to be synchronized: it reduces the
+        sum that all of them accumulated. Otherwise replicas diverge without any error. In the
+        second case, every backward pays for the all-reduce that `no_sync()` was meant to save.
 
     How to fix it
-        Put both the forward and the backward inside the block, and leave it for the last
-        micro-batch of each step, also of the last and shorter step of an epoch.
+        Put both the forward and the backward inside the block, but the last micro-batch of each
+        step outside, even in the last and shorter step of an epoch.
 
     Example
         Wrong:
@@ -292,8 +292,8 @@ def no_sync_scope(run: Run) -> Iterator[Finding]:
             with nullcontext() if last else model.no_sync():
 
     When it stays silent
-        If both are inside, and if a later synchronized backward reduces what was accumulated before
-        the step.
+        If both are inside, and a later synchronized backward reduces the accumulated gradients
+        before the step.
     """
     for found in unreduced(run, "forward in no_sync"):
         yield _finding(
@@ -322,8 +322,8 @@ def no_sync_scope(run: Run) -> Iterator[Finding]:
         yield Finding(
             code="DDP308",
             severity=Severity.WARNING,
-            message="no_sync() around this backward does nothing, since its forward was outside: "
-            "the gradients were reduced all the same",
+            message="no_sync() around this backward does nothing, because its forward was outside: "
+            "the gradients were reduced anyway",
             ranks=vain.ranks,
             location=record.location,
             evidence=(
@@ -342,7 +342,7 @@ def autograd_grad(run: Run) -> Iterator[Finding]:
     What it finds
         Optimizer steps after a forward through DDP without a backward, in a job that calls
         `torch.autograd.grad`: the gradients differed between ranks when the optimizer used them,
-        and the parameters differ since then.
+        and the parameters have differed since then.
 
     Why it is bad
         DDP all-reduces a gradient when backward accumulates it into a parameter. `autograd.grad`
@@ -381,8 +381,8 @@ def changed_after_wrap(run: Run) -> Iterator[Finding]:
     """Parameters were frozen, unfrozen, replaced or added after DDP was created.
 
     What it finds
-        Parameters that require gradients but were not among those that DDP reduces: their gradients
-        differed between ranks when the optimizer used them, and they differ since then. Also
+        Parameters that require gradients but are not among those that DDP reduces: their gradients
+        differed between ranks when the optimizer used them, and they have differed since then. Also
         parameters that DDP reduces and that were frozen or replaced: they get no gradient, and DDP
         raises "Expected to have finished reduction".
 
@@ -458,13 +458,13 @@ def trained_outside_ddp(run: Run) -> Iterator[Finding]:
 
     What it finds
         Parameters of an optimizer that are in no DDP module (weights of the loss, a second network,
-        a temperature) and get gradients in the backward of one, equal on all ranks before the first
-        step. Their gradients differ between ranks when the optimizer uses them, and so do the
-        parameters since then.
+        a temperature), get gradients in the backward of one, and were equal on all ranks before the
+        first step. Their gradients differed between ranks when the optimizer used them, and the
+        parameters have differed since then.
 
     Why it is bad
         DDP averages the gradients of its module only. Each rank trains a separate copy of the rest,
-        without any error. The loss of each rank is another function, and the checkpoint has rank
+        without any error. Each rank's loss is a different function, and the checkpoint has rank
         0's copy.
 
     How to fix it
@@ -481,7 +481,7 @@ def trained_outside_ddp(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         For parameters that differ from the beginning (shards, parts of a pipeline), for a model
-        with a separate backward, which each rank may keep for itself, for gradients that are
+        with a separate backward, which may belong to the rank alone, for gradients that are
         averaged by hand, with `all_to_all`, if each rank saves a separate file, and while the
         parameters are equal.
     """
@@ -523,9 +523,9 @@ def _exchanges_parts(rank: Rank) -> bool:
 # -- training without DDP
 
 MIN_RECORDED = 4  # Minimum number of steps recorded by all ranks
-LONG_RUN_STEPS = 1024  # Steps after which a running job is assumed not to average occasionally
+LONG_RUN_STEPS = 1024  # Number of steps after which a running job is assumed never to average
 
-SoloSteps = dict[int, list[SoloRecord]]  # Each rank's records by step
+SoloSteps = dict[int, list[SoloRecord]]  # The ranks' records by step
 
 
 @rule("DDP326", "nothing-reduced", Severity.ERROR)
@@ -540,7 +540,7 @@ def nothing_reduced(run: Run) -> Iterator[Finding]:
         used for anything.
 
     Why it is bad
-        N ranks train N models, each on a part of the data. The saved model has learned from rank
+        N ranks train N models, each on its part of the data. The saved model has learned from rank
         0's part only.
 
     How to fix it
@@ -581,7 +581,7 @@ def nothing_reduced(run: Run) -> Iterator[Finding]:
         location=ranks[0].site("optimizer"),
         evidence=(
             *(intended or ["the process group is not used for anything"]),
-            f"gradients of {last[0].optimizer} before the step {last_step}: norm "
+            f"gradients of {last[0].optimizer} before step {last_step}: norm "
             + _listed(ranks, [each.gradients for each in last]),
             "the parameters that belong to them: norm "
             + _listed(ranks, [each.values for each in last]),
@@ -601,9 +601,9 @@ def start_differs(run: Run) -> Iterator[Finding]:
         in every step, while the parameters have differed since the first step.
 
     Why it is bad
-        Nothing brings the weights together again: DDP broadcasts them when it is built, averaged
+        Nothing makes the weights equal: DDP would broadcast them when it is built, averaged
         gradients do not. Each gradient is the average over different models, and the checkpoint
-        has those of rank 0.
+        has rank 0's model.
 
     How to fix it
         Broadcast the parameters and buffers before the first step, or use DDP.
@@ -619,7 +619,7 @@ def start_differs(run: Run) -> Iterator[Finding]:
                 dist.broadcast(tensor, src=0)
 
     When it stays silent
-        With DDP, if models or hyper-parameters differ, for parameters that are changed between two
+        With DDP, if models or hyper-parameters differ, for parameters that change between two
         steps, as by averaging, and for gradients that differ in any recorded step.
     """
     steps = _solo_steps(run)
@@ -683,7 +683,7 @@ def _separate_training(run: Run) -> SoloSteps:
 
 
 def _diverge(steps: SoloSteps) -> bool:
-    """Return whether ranks train one kind of model whose gradients and later parameters differ."""
+    """Return whether ranks train one kind of model, but differ in gradients and then parameters."""
     first = min(steps)
     for step, records in steps.items():
         if not _same_kind(records) or not _differ([each.gradients for each in records]):
@@ -694,7 +694,7 @@ def _diverge(steps: SoloSteps) -> bool:
 
 
 def _same_kind(records: list[SoloRecord]) -> bool:
-    """Return whether ranks train models of one shape in the same way."""
+    """Return whether ranks train models of the same shape in the same way."""
     kinds = {
         (each.optimizer, each.shapes, each.parameters, each.elements, each.hyper)
         for each in records
@@ -752,7 +752,7 @@ def _separate_files(ranks: Sequence[Rank]) -> bool:
 
 
 def _differ(norms: list[tuple[float, ...]]) -> bool:
-    """Return whether some tensor's norm is different on each rank."""
+    """Return whether any tensor's norm is different on each rank."""
     for values in zip(*norms, strict=False):
         high = max(map(abs, values))
         differ = high > 0 and (max(values) - min(values)) / high > GRADIENTS_DIFFER

@@ -1,4 +1,4 @@
-"""Rules for gradient values: not finite (DDP706), changed (DDP709) or scaled by ranks (DDP329)."""
+"""Rules for gradients: non-finite (DDP706), changed (DDP709), scaled by world size (DDP329)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from ddpdoctor.run.snapshot import Rank, Run
 # -- values that are not finite
 
 MIN_LASTING_STEPS = 3  # Minimum number of consecutive steps with non-finite losses on all ranks
-NEVER = 1 << 62  # A step that no run reaches
+NEVER = 1 << 62  # Greater than any step
 
 
 class Poisoned(NamedTuple):
@@ -64,9 +64,9 @@ def not_finite(run: Run) -> Iterator[Finding]:
 
     What it finds
         The rank whose loss or gradient became NaN or infinite first, in a step that the optimizer
-        took, and the parameters; or parameters that are not finite although everything before was.
-        The gradient is that of the rank alone, before the all-reduce. For a loss, the finding names
-        the operation and module where it began, or says that the batch contained it. It names up to
+        took, and the parameters; or parameters that are not finite although all losses were. The
+        gradient is the rank's own, before the all-reduce. For a loss, the finding names the
+        operation and module where it began, or says that the batch contained it. It names up to
         three lines if the operation is in your code after the model. On a GPU, this needs torch
         2.13, and is limited to steps that the overhead budget allows.
 
@@ -75,8 +75,8 @@ def not_finite(run: Run) -> Iterator[Finding]:
         next step on, every loss is NaN on every rank, and the origin is no longer visible.
 
     How to fix it
-        Look at the samples of this rank at this step, then at divisions, logarithms and roots in
-        the loss. Skip a bad batch on all ranks together, never on one: the others would wait.
+        Look at this rank's samples in this step, then at divisions, logarithms and roots in the
+        loss. Skip a bad batch on all ranks together, never on one: the others would wait.
 
     Example
         Wrong:
@@ -85,8 +85,8 @@ def not_finite(run: Run) -> Iterator[Finding]:
             loss = errors[mask].sum() / mask.sum().clamp(min=1)
 
     When it stays silent
-        For steps that a GradScaler or the job skips, and for what came before the last step after
-        which all parameters were finite.
+        For steps that a GradScaler or the job skips, and for steps before the last one after which
+        all parameters were finite.
     """
     found = tuple(replicas(run))
     poisoned = [each for replica in found if (each := _poisoned(replica)) is not None]
@@ -182,7 +182,7 @@ def _whose(run: Run, ranks: tuple[int, ...]) -> str:
 
 
 def _candidate_lines(origin: Origin, member: Rank) -> list[Location]:
-    """Return the lines of the job's arithmetic that may be the origin, if they are few."""
+    """Return the lines of the job that may be the origin, if they are few."""
     found = operation_lines(
         origin.operations,
         member.site("forward"),
@@ -202,7 +202,7 @@ def _place(origin: Origin | None) -> str:
 
 
 def _origin(origin: Origin, value: str) -> str:
-    """Describe where in the forward pass the loss stopped being finite."""
+    """Describe where in the forward the loss stopped being finite."""
     names = origin.operations or ("an operation",)
     if origin.what == "input":
         return f"what enters {names[0]}{_place(origin)} holds {value}: a batch, or a constant"
@@ -219,7 +219,7 @@ Nonfinite = TypeVar("Nonfinite", NonfiniteRecord, NonfiniteGradientRecord)
 
 
 def _since(run: Run, declared: type[Nonfinite], clean: int) -> dict[int, Nonfinite]:
-    """Return each rank's first record of a class after the last step known as harmless."""
+    """Return each rank's first record of a class after the last step known to be harmless."""
     return {
         rank.rank: record
         for rank in run.last
@@ -252,7 +252,7 @@ def _gradient_finding(
 
 
 def _lasts(rank: Rank, clean: int) -> bool:
-    """Return whether losses were not finite in consecutive steps, which implies the parameters."""
+    """Return whether losses were non-finite in consecutive steps. Then the parameters are, too."""
     steps = {record.step for record in rank.records.of(NonfiniteRecord)}
     return any(
         all(step + more in steps for more in range(MIN_LASTING_STEPS))
@@ -275,7 +275,7 @@ def _clean(replica: Replica, before: Poisoned | None) -> int:
 
 
 def _poisoned(replica: Replica) -> Poisoned | None:
-    """Return the first parameters observed as not finite."""
+    """Return the parameters that were first seen to be not finite."""
     for step, details in replica.rich():
         tensors = next(iter(details.values()))
         names = [
@@ -307,7 +307,7 @@ def _parameter_finding(found: Poisoned) -> Finding:
 # -- gradients that only some ranks change after the all-reduce
 
 CHECKED_STEPS = 64
-"""First steps in which every rank checks its gradients for changes. Later every 64th step."""
+"""Number of first steps in which each rank checks its gradients for changes. Then every 64th."""
 
 Change = TypeVar("Change", ClipRecord, EditRecord)
 
@@ -353,7 +353,7 @@ def gradient_changed_on_one_rank(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         For changes that all ranks make, and changes that leave the parameters equal, such as
-        clipping gradients that are already small. Changes other than clipping are checked in the
+        clipping gradients that are already small. Changes other than clipping are looked for in the
         first 64 steps and in every 64th step.
     """
     for replica in replicas(run):
@@ -387,7 +387,7 @@ def gradient_changed_on_one_rank(run: Run) -> Iterator[Finding]:
 
 
 def _clipped(run: Run, replica: Replica, steps: range) -> Edit | None:
-    """Return the first step in which only some ranks called one of torch's functions."""
+    """Return the first step in which only some ranks called one of torch's clipping functions."""
     for step, states in _states(replica, ClipRecord, steps):
         clipping = tuple(rank for rank, each in states.items() if each is not None and each.call)
         rest = tuple(rank for rank in states if rank not in clipping)
@@ -409,7 +409,7 @@ def _clipped(run: Run, replica: Replica, steps: range) -> Edit | None:
 
 
 def _changed(run: Run, replica: Replica, steps: range) -> Edit | None:
-    """Return the first step in which some ranks changed different gradients than the others."""
+    """Return the first step in which some ranks changed other gradients than the rest."""
     for step, states in _states(replica, EditRecord, steps):
         counts = {rank: each.count if each is not None else 0 for rank, each in states.items()}
         if (step >= CHECKED_STEPS and step % CHECKED_STEPS) or len(set(counts.values())) == 1:
@@ -439,7 +439,7 @@ def _changed(run: Run, replica: Replica, steps: range) -> Edit | None:
 
 
 def _guarded(run: Run, replica: Replica, difference: Difference) -> Edit | None:
-    """Return the only possible line if gradients differ without an observed change."""
+    """Return the only possible line if gradients differ and no change was observed."""
     lines = written_on_some_ranks(run, "gradients")
     if len(lines) != 1:
         return None
@@ -447,7 +447,7 @@ def _guarded(run: Run, replica: Replica, difference: Difference) -> Edit | None:
     return Edit(
         guilty or tuple(sorted(replica.prints)),
         "gradients differ between ranks when the optimizer uses them, and this line, which only "
-        "some ranks run, is likely what changes them",
+        "some ranks run, likely changes them",
         lines[0],
         (f"gradients differ in step {difference.first}", *likely_written(lines, "gradients")),
     )
@@ -492,16 +492,16 @@ def scaled_by_world_size(run: Run) -> Iterator[Finding]:
     """Gradients are divided or multiplied by the number of ranks, although DDP averages them.
 
     What it finds
-        A backward through a loss that `dist.all_reduce` has summed and that is divided by the
-        number of ranks, a loss that is divided by it before backward, or gradients that the job
-        multiplies by it or its inverse between backward and `optimizer.step()`. Without DDP:
-        gradients that the job sums over the ranks while no line divides by their number. Where the
-        loss is all-reduced but not divided: information, since torch is going to forbid it.
+        A backward through a loss that `dist.all_reduce` has summed and that is divided by the world
+        size, a loss that is divided by it before backward, or gradients that the job multiplies by
+        it or its inverse between backward and `optimizer.step()`. Without DDP: gradients that the
+        job sums over the ranks while no line divides by the world size. If the loss is all-reduced
+        but not divided: information, because torch is going to forbid it.
 
     Why it is bad
         `dist.all_reduce` has no gradient: autograd passes through it as if it were not there. DDP
-        divides by the number of ranks itself. So the division takes place twice, and the learning
-        rate is smaller than it says by the number of ranks.
+        divides by the world size itself. So the gradients are divided twice, and the effective
+        learning rate is too small by a factor of the world size.
 
     How to fix it
         Call backward on the local loss, and reduce a detached copy for the log.
@@ -516,8 +516,8 @@ def scaled_by_world_size(run: Run) -> Iterator[Finding]:
             dist.all_reduce(shown)
 
     When it stays silent
-        If the reduced tensor is not what backward begins with, for collectives of
-        `torch.distributed.nn.functional`, and if no line names the number of ranks. For gradients
+        If backward does not start at the reduced tensor, for collectives of
+        `torch.distributed.nn.functional`, and if no line names the world size. For gradients
         accumulated over several backwards.
     """
     if run.world_size < 2:
@@ -561,7 +561,7 @@ def _only_summed(run: Run) -> Location | None:
 
 
 def _has_reduced(run: Run, at: Location) -> bool:
-    """Return whether every rank's last calls include a sum at a line."""
+    """Return whether each rank's last calls include a sum at a line."""
     return run.exit_status == 0 and all(
         rank.ring is not None
         and any(
@@ -573,7 +573,7 @@ def _has_reduced(run: Run, at: Location) -> bool:
 
 
 def _loss_divided(run: Run, record: LossScaleRecord) -> Location | None:
-    """Return the line between forward and backward that divides a loss by the number of ranks."""
+    """Return the line between forward and backward that divides a loss by the world size."""
     member, backward = run.last[0], record.location
     lines = operation_lines(("div", "mul"), member.site("forward"), backward)
     within = [each for each in lines if scales_by_world(each, "loss")]

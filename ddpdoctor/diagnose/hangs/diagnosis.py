@@ -1,4 +1,4 @@
-"""Judge why a job makes no progress, from one examination, in findings of several codes."""
+"""Diagnose why a job makes no progress, from one examination, in findings of several codes."""
 
 from __future__ import annotations
 
@@ -61,13 +61,13 @@ from ddpdoctor.run.snapshot import Run
 _MAX_NATIVE_FRAMES = 4
 _MAX_RAS_LINES = 6
 _MAX_CPU_FACTOR = 1.5
-"""Maximum factor of the other ranks' CPU time that a rank may need before it joins."""
+"""Maximum CPU time that a rank may need before it joins, as a factor of the other ranks'."""
 
 _PLURAL = {"is": "are", "has": "have", "does": "do"}
 
 _TOGETHER = (
-    "Let every rank call the same collectives in the same order; work that one rank does alone has "
-    "to be shorter than the collectives' timeout."
+    "Let every rank call the same collectives in the same order; work of a single rank has to be "
+    "shorter than the collectives' timeout."
 )
 _OUTSIDE = "Look at what is waited for outside of the job: a file, a server, a queue."
 _CHECK_NETWORK = (
@@ -91,7 +91,7 @@ def guilty(run: Run) -> frozenset[int]:
 
 
 def diagnose(hang: HangSnapshot, mismatched: bool) -> list[Finding]:
-    """Judge an examination. If the rings are ``mismatched``, another finding names the cause."""
+    """Diagnose an examination. If the rings are ``mismatched``, another finding names the cause."""
     lines = ras_evidence(hang.record.ras, hang.world_size)
     found = [
         replace(each, evidence=(*each.evidence, *lines)) for each in _explained(hang, mismatched)
@@ -151,14 +151,14 @@ def _unexplained(hang: HangSnapshot) -> Finding:
 
 
 def _lasting_severity(severity: Severity, ranks: Sequence[RankState]) -> Severity:
-    """Return error instead of warning if the activity of all ranks lasts."""
+    """Raise a warning to an error if the activity of all ranks lasts."""
     if severity is Severity.WARNING and ranks and all(map(lasts, ranks)):
         return Severity.ERROR
     return severity
 
 
 def _identity(ranks: Sequence[RankState], severity: Severity) -> str:
-    """Return a text that identifies a standstill of some ranks, independent of their lines."""
+    """Return a text that identifies a standstill of some ranks, whatever their lines are."""
     since = max(rank.evidence.since for rank in ranks)
     return f"{severity.label} {[rank.rank for rank in ranks]} {since}"
 
@@ -210,15 +210,15 @@ def _missing(rank: RankState, starting: bool) -> Activity:
     if rank.evidence.dump:
         return last_call(rank)
     end = exit_wait(rank)
-    # A rank at the end of its script will not join any more.
+    # A rank at the end of its script will not join anymore.
     return replace(end, severity=Severity.ERROR) if end else activity_of(rank, starting)
 
 
 def _activities(hang: HangSnapshot, seen: _Seen, wait: Blocked | None) -> Iterator[Finding]:
-    """Yield a finding for each thing that ranks do instead of joining the others."""
+    """Yield a finding for each activity of ranks that do not join the others."""
     kinds: dict[object, list[tuple[RankState, Activity]]] = defaultdict(list)
     for rank, each in seen:
-        # A rank without a core has not had the time that every rank gets.
+        # A rank without a core has not had as much time as the limit allows.
         if each.severity >= Severity.ERROR or not lacks_cpu(rank, hang.record.limit):
             kinds[each.code, each.location, each.severity].append((rank, each))
     culprits = {rank.rank for rank, _ in seen}
@@ -276,7 +276,7 @@ def _sentence(
 
 
 def _all_there(hang: HangSnapshot, one: Blocked) -> Iterator[Finding]:
-    """Judge a collective in which no observable rank is missing."""
+    """Diagnose a collective in which no observable rank is missing."""
     waiting = one.waiting
     same = same_number([one])
     if same is not None:
@@ -292,7 +292,7 @@ def _all_there(hang: HangSnapshot, one: Blocked) -> Iterator[Finding]:
             ranks=one.unseen,
             location=waiting[0].site,
             evidence=tuple(waiting_line(rank) for rank in waiting[:4]),
-            fix="Look for its file on its node, and for how it ended in its log: "
+            fix="Look for its file on its node, and in its log for the way it ended: "
             "`ddpdoctor report --log FILE`.",
         )
     elif one.unseen:
@@ -320,7 +320,7 @@ def _all_there(hang: HangSnapshot, one: Blocked) -> Iterator[Finding]:
 
 
 def _by_gpus(hang: HangSnapshot, one: Blocked) -> Finding:
-    """Judge a collective of all ranks by whether their GPUs have reached it."""
+    """Diagnose a collective that all ranks have called, by the progress of their GPUs."""
     waiting = one.waiting
     arrivals = {rank.rank: gpu_arrival(rank) for rank in waiting}
     late = [rank for rank in waiting if arrivals[rank.rank] == "behind"]
@@ -345,7 +345,7 @@ def _by_gpus(hang: HangSnapshot, one: Blocked) -> Finding:
     elif "unknown" in arrivals.values():
         cause = "the network does not carry it, or a GPU has not come to it"
         fix = (
-            "Set TORCH_NCCL_ENABLE_TIMING=1: then torch records which GPU has come to a "
+            "Set TORCH_NCCL_ENABLE_TIMING=1: then torch records which GPU has reached a "
             f"collective. {fix}"
         )
     elif "close" in arrivals.values() and waiting[0].under_way is None:
@@ -407,7 +407,7 @@ def _none_waits(hang: HangSnapshot) -> Iterator[Finding]:
         return
     if not seen or not all(_is_idle(rank, each) for rank, each in seen):
         return
-    # Ranks that only sleep pause together, for example between epochs.
+    # Ranks that only sleep are in a common pause, for example between epochs.
     sites = [rank.site for rank, _ in seen]
     if all(site is not None and only_sleeps(site.path, site.line) for site in sites):
         return
@@ -447,12 +447,12 @@ def _before_joining(hang: HangSnapshot) -> Iterator[Finding]:
     if late:
         yield from late[:3]
     elif any(rank.dead_for is None for rank, _ in others):
-        # They will come, or their position is unknown.
+        # These ranks will join, or their position is unknown.
         return
     elif joining:
-        # Ranks may still import modules, or the launcher's store has no core to answer on. What a
-        # rank writes shows nothing: the one with the store asks it for others a hundred times a
-        # second.
+        # Ranks may still be importing modules, or the launcher's store may have no core to answer.
+        # A rank's writes prove nothing: the rank with the store polls it for others a hundred times
+        # a second.
         at_work = any(computes(rank) or moves_data(rank) for rank, _ in joining)
         busy = hang.record.launcher_works or at_work
         report = _all_joining if _all_came(hang) else _not_all_joining
@@ -468,7 +468,7 @@ def _all_came(hang: HangSnapshot) -> bool:
 
 
 def _torchrun_alone(hang: HangSnapshot) -> Iterator[Finding]:
-    """Report that torchrun has started no rank because it waits for other nodes."""
+    """Report that torchrun has not started any rank because it waits for other nodes."""
     if hang.nodes.several:
         yield Finding(
             code="DDP813",
@@ -486,18 +486,18 @@ def _torchrun_alone(hang: HangSnapshot) -> Iterator[Finding]:
 
 
 def _is_late(rank: RankState, joining: _Seen, hang: HangSnapshot) -> bool:
-    """Return whether a rank does something else although it had the time and a core to join."""
+    """Return whether a rank does something else although it had enough CPU time to join."""
     limit = hang.record.limit
     if rank.frame is None or came_since(rank) or lacks_cpu(rank, limit):
         return False
-    # A process's waits for a core are unknown before it is a rank. Compare its CPU time with that
-    # of the others.
+    # We do not know how long a process waited for a core before it became a rank. Compare its CPU
+    # time with that of the others.
     needed = max((peer.activity.ran for peer, _ in joining), default=0.0)
     return not starves(rank) or rank.activity.ran >= _MAX_CPU_FACTOR * max(needed, limit)
 
 
 def _late(others: _Seen, joining: _Seen, hang: HangSnapshot) -> Iterator[Finding]:
-    """Report ranks that have not reached ``init_process_group``, where others wait for them."""
+    """Report ranks that have not reached ``init_process_group`` while others wait in it."""
     waits = f"{named([r.rank for r, _ in joining])} {'wait' if len(joining) > 1 else 'waits'}"
     for rank, each in others:
         if not _is_late(rank, joining, hang):
@@ -543,7 +543,7 @@ def _all_joining(joining: _Seen, hang: HangSnapshot) -> Finding:
 
 
 def _not_all_joining(joining: _Seen, hang: HangSnapshot) -> Finding:
-    """Report that fewer ranks came than the world size requires, or that no rank opens a store."""
+    """Report that fewer ranks joined than the world size says, or that no rank opens a store."""
     rank, each = joining[0]
     verb = "wait" if len(joining) > 1 else "waits"
     missing, fix, paste = "ranks that never came", _START, ""
@@ -579,7 +579,7 @@ def _launch_options(hang: HangSnapshot) -> tuple[str, ...]:
     return (f"started with {' '.join(seen)}",) if seen else ()
 
 
-# -- what NCCL's RAS says, which knows the ranks of all nodes
+# -- NCCL's RAS, which covers the ranks of all nodes
 
 
 def _absent_by_ras(hang: HangSnapshot, one: Blocked) -> tuple[tuple[int, ...], str]:
@@ -593,7 +593,7 @@ def _absent_by_ras(hang: HangSnapshot, one: Blocked) -> tuple[tuple[int, ...], s
     if late:
         return tuple(sorted(late)), "did not join it: NCCL's RAS counts fewer collectives there"
     if not one.waiting[0].probed:
-        return one.unseen, "on other nodes: not looked at"
+        return one.unseen, "on other nodes: not examined"
     return one.unseen, "did not join it, or cannot be reached"
 
 

@@ -45,8 +45,8 @@ def leavers(run: Run) -> Iterator[tuple[Rank, list[Rank]]]:
 def is_explained(run: Run) -> bool:
     """Return whether an earlier exception (DDP901) or missing reduction (DDP305) is the cause.
 
-    Relations between the rules cannot express this: ends of jobs have these codes as well, and
-    follow from standstills.
+    Relations between the rules cannot express this: findings about the end of a job have these
+    codes as well, and follow from standstills.
     """
     return raised_before_a_wait(run) is not None or any(constant_losses(run))
 
@@ -54,7 +54,7 @@ def is_explained(run: Run) -> bool:
 def _without_evaluations(run: Run, wanting: list[Rank]) -> list[Rank]:
     """Drop ranks whose evaluation waits for ranks that never evaluate, which DDP402 reports.
 
-    A relation between the rules cannot express this, since only some ranks may be in an evaluation.
+    Relations between the rules cannot express this: perhaps only some ranks are in an evaluation.
     """
     alone = {each for group in alone_evaluating(run) for each in group} if wanting else set()
     return [rank for rank in wanting if rank.rank not in alone]
@@ -76,7 +76,7 @@ def armed(rank: Rank) -> int:
 
 
 def _wants_more(rank: Rank, count: int, run: Run, failed: bool) -> bool:
-    """Return whether the rank needs, or needed at its failure, a peer that left after ``count``."""
+    """Return whether the rank needs a peer that left after ``count``, or did when it failed."""
     status, last = rank.status, last_phase(rank)
     if status is None or last is None:
         return False
@@ -88,7 +88,7 @@ def _wants_more(rank: Rank, count: int, run: Run, failed: bool) -> bool:
     elif not failed and (run.exit_status is not None or run.waits_for(rank) < PATIENCE):
         return False
     if failed and error is not None and phase == Phase.FORWARD.label:
-        # DDP's forward broadcasts buffers, and once the order of the buckets.
+        # A forward needs the peer as well: DDP broadcasts buffers, and once the order of buckets.
         return armed >= count
     behind = phase == Phase.BACKWARD.label or seen_waiting(run, rank.rank)
     return (armed > count and behind) or (armed >= count and phase == Phase.WAIT.label)

@@ -1,4 +1,4 @@
-"""Convert dump files of torch's Flight Recorder to the record of a hang."""
+"""Convert torch's Flight Recorder dumps to the record of a hang."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ddpdoctor.stacks.frames import is_user_path
 MAX_MEMORY = 96 << 20  # Approximate maximum size of a file's objects, in bytes
 
 _CONTAINER = 120
-"""Bytes of a container or a text on a 64-bit machine, including its slot in another one."""
+"""Bytes of a container or a string on a 64-bit machine, including its slot in another one."""
 
 _SLOT = 8  # Bytes of a slot on the stack
 
@@ -42,7 +42,7 @@ _VALUES = (
     *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT"),
     *("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
 )
-"""Opcodes whose argument is a value."""
+"""Opcodes whose argument is the value to push."""
 
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _EMPTY: dict[str, Callable[[], Any]] = {
@@ -60,10 +60,10 @@ class DamagedPickleError(ValueError):
 def loads(data: bytes) -> Any:
     """Read a pickle of plain data, without running or importing code.
 
-    Containers of the result may be shared or contain themselves. Callers must limit the depth.
+    Containers in the result may be shared or contain themselves. Callers must limit the depth.
 
     Raises:
-        DamagedPickleError: It has other objects, is damaged, or exceeds `MAX_MEMORY`.
+        DamagedPickleError: If it has other objects, is damaged, or exceeds `MAX_MEMORY`.
     """
     try:
         return _Machine().run(data)
@@ -74,7 +74,7 @@ def loads(data: bytes) -> Any:
 
 
 class _Machine:
-    """The stack machine that runs a pickle, for the opcodes of plain data."""
+    """A stack machine that runs a pickle, for the opcodes of plain data."""
 
     def __init__(self) -> None:
         self._left = MAX_MEMORY
@@ -88,7 +88,7 @@ class _Machine:
         for opcode, value, _ in pickletools.genops(data):
             name = opcode.name
             if name in ("BINGET", "LONG_BINGET"):
-                # Half of the opcodes of a real file.
+                # First, because these are half of the opcodes of a real file.
                 self._push(self._memo[value])
             elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
                 self._count(_CONTAINER)
@@ -134,7 +134,7 @@ class _Machine:
         self._push(value, _CONTAINER + 4 * len(value) if isinstance(value, str) else _NUMBER)
 
     def _items(self, count: int | None) -> list[Any]:
-        """Pop a number of items, or those since the newest mark."""
+        """Pop ``count`` items, or those since the newest mark."""
         if count is None:
             found, self._stack = self._stack, self._below.pop()
             return found
@@ -147,14 +147,14 @@ class _Machine:
 
     def _set(self, items: list[Any]) -> None:
         keys = items[::2]
-        # A tuple of tuples as a key would be hashed to any depth.
+        # Hashing a key of nested tuples could recurse to any depth.
         if not all(type(each) in (str, int) for each in keys):
             raise DamagedPickleError("is damaged")
         self._count(_CONTAINER * len(keys))
         self._container(dict).update(zip(keys, items[1::2], strict=False))
 
 
-# -- the files, which may come from anyone
+# -- the files, which are not trusted
 
 MAX_FILE_SIZE = 16 << 20  # Maximum size of a file in bytes: 100,000 collectives
 
@@ -168,12 +168,12 @@ FILES_HINT = (
 
 
 def chosen_files(names: Sequence[str]) -> tuple[dict[int, tuple[str, bool]], list[str]]:
-    """Return the file of each rank, with whether it may be a link, and a text about skipped files.
+    """Return each rank's file, whether it may be a link, and lines about skipped files.
 
     A directory may hold dumps of several names. Read those of the name with most ranks.
 
     Raises:
-        DoctorError: There is no such file or directory.
+        DoctorError: If there is no such file or directory.
     """
     by_name: dict[tuple[bool, str], dict[int, tuple[str, bool]]] = defaultdict(dict)
     for name in names:
@@ -191,12 +191,12 @@ def chosen_files(names: Sequence[str]) -> tuple[dict[int, tuple[str, bool]], lis
                 by_name[begin == b"{", pattern][int(number[1])] = (path, not inside)
     if not by_name:
         return {}, []
-    # Prefer pickles to JSON, because they contain the lines.
+    # Prefer pickles to JSON, because only they contain the lines of code.
     order = sorted(by_name, key=lambda each: (-len(by_name[each]), each))
     chosen = by_name[order[0]]
     trouble = [f"files {name} were not read: name them" for _, name in order[1:3]]
     if len(chosen) > MAX_FILES:
-        trouble.append(f"{len(chosen) - MAX_FILES} files were not read: {MAX_FILES} are at most")
+        trouble.append(f"{len(chosen) - MAX_FILES} files were not read: the limit is {MAX_FILES}")
     return {rank: chosen[rank] for rank in sorted(chosen)[:MAX_FILES]}, trouble
 
 
@@ -213,8 +213,8 @@ def load_file(path: str, links: bool) -> JsonObject:
     """Load a dump, which is a pickle or JSON.
 
     Raises:
-        OSError: It cannot be opened, or is too large.
-        ValueError: It is neither, or takes too much memory.
+        OSError: If it cannot be opened, or is too large.
+        ValueError: If it is neither, or takes too much memory.
     """
     data = opening.contents(path, MAX_FILE_SIZE, links=links)
     if data[:1] == b"\x80":
@@ -233,31 +233,30 @@ def load_file(path: str, links: bool) -> JsonObject:
 MIN_HANG_NS = 120_000_000_000
 """Nanoseconds after which a pending collective counts as a hang, unless its timeout is shorter.
 
-On a busy machine torch took half a minute to write a file."""
+Writing a file took torch half a minute on a busy machine."""
 
 _NEED_A_HANG = ("DDP802", "DDP814")
 """Findings that require a long wait. The others follow from the ranks' calls."""
 
 _WRITE_TIMEOUT_NS = 60_000_000_000
-"""Nanoseconds after the timeout in which torch lets the ranks write."""
+"""Nanoseconds after the timeout for which torch lets the ranks write."""
 
 _MAX_AGE_NS = 3600 * 1_000_000_000
-"""Maximum difference between the files of one job, in nanoseconds. Older files are of an earlier
-job."""
+"""Maximum nanoseconds between the files of one job. Older files belong to an earlier job."""
 
 _MAX_KEPT = 8192
-"""Number of collectives around the awaited one, of a group and of all ranks together."""
+"""Number of collectives to keep around the awaited one, of a group on all ranks together."""
 
-_MIN_KEPT = 8  # Minimum for one rank
+_MIN_KEPT = 8  # Minimum number of them for one rank
 
-_MAX_ENTRIES = 20_000  # Maximum number of collectives of a file, the newest ones
+_MAX_ENTRIES = 20_000  # Maximum number of collectives to read from a file, newest first
 
 _MAX_GROUPS = 256  # Maximum number of groups of a rank
 
 _MAX_FRAMES = 256
 _MAX_TEXT = 4096  # Maximum length of a name or a path
 
-_MAX_LINES = 8  # Maximum number of lines that led to a collective
+_MAX_LINES = 8  # Maximum number of lines to keep that led to a collective
 
 _TORCH = re.compile(r"/torch/(?:distributed|nn|autograd|optim|utils|_\w+)[/.]")
 
@@ -267,11 +266,11 @@ class Dumps:
     """The files of a job.
 
     Attributes:
-        run: A run without a directory, whose ranks were examined in a hang.
+        run: A run without a directory, with the files as the examination of a hang.
         ranks: The ranks whose files were read.
         missing: Other ranks of the job.
-        trouble: The unread files with the reasons, one line each.
-        remark: Why the files do not prove a hang; empty if they do.
+        trouble: One line for each unread file, with the reason.
+        remark: The reason why the files do not prove a hang. Empty if they do.
     """
 
     run: Run
@@ -290,16 +289,16 @@ class _Dump:
     name: str
     groups: Mapping[str, frozenset[int]]  # The members of its groups, by name
     entries: Sequence[FlightCall]  # The kept collectives
-    forgets: bool  # The file lacks older collectives
+    forgets: bool  # Whether the file lacks older collectives
     timeout: int  # The timeout of the awaited collective, in nanoseconds
-    written: int  # Time of writing by the rank's clock, in Unix nanoseconds
+    written: int  # Time of writing according to the rank's clock, in Unix nanoseconds
 
 
 def read(names: Sequence[str]) -> Dumps:
     """Read the files of a job, given by their names or their directories.
 
     Raises:
-        DoctorError: There are none.
+        DoctorError: If there are none.
     """
     found, trouble = chosen_files(names)
     kept = max(_MIN_KEPT, _MAX_KEPT // max(1, len(found)))
@@ -321,7 +320,7 @@ def read(names: Sequence[str]) -> Dumps:
         raise DoctorError(
             trouble[0] if trouble else f"no Flight Recorder dump in {' '.join(names)}", FILES_HINT
         )
-    # gloo does not record the members of its groups. Use all ranks in the files.
+    # gloo does not record the members of its groups. Use all ranks that have files.
     known = set(dumps).union(*(ranks for each in dumps.values() for ranks in each.groups.values()))
     world = range(max(known) + 1)
     taken = max(each.written for each in dumps.values())
@@ -344,7 +343,7 @@ def read(names: Sequence[str]) -> Dumps:
 
 
 def _written(path: str) -> int:
-    """Return when a file was written, in Unix nanoseconds; 0 if it is gone."""
+    """Return a file's time of writing in Unix nanoseconds. 0 if the file is gone."""
     try:
         return opening.facts(path).st_mtime_ns
     except OSError:
@@ -369,7 +368,7 @@ def _dump(name: str, found: JsonObject, written: int, kept: int) -> _Dump:
     pending = _pending(kept_calls)
     timeout = 0
     if pending is not None:
-        # A copy may have a later time than the original, which torch writes at the timeout.
+        # A copied file may have a later time than the original, which torch wrote at the timeout.
         timeout = integer(entries[pending.order], "timeout_ms") * 1_000_000
         latest = pending.began + (timeout or MIN_HANG_NS) + _WRITE_TIMEOUT_NS
         written = min(written, latest)
@@ -392,12 +391,12 @@ class _Calls:
 
     def __init__(self, groups: Mapping[str, frozenset[int]]) -> None:
         self._groups = {
-            # Groups that were split off may share a name. Add their ranks.
+            # Split groups may share a name. Add their ranks.
             name: (f"{name}|{spans(ranks)}", spans(ranks)) if ranks else (name, "")
             for name, ranks in groups.items()
         }
         self._users: dict[tuple[str, int], str] = {}
-        """The user's lines by file and number; empty for lines of others."""
+        """The user's lines by file and number. Empty for other lines."""
 
     def reported(self, order: int, entry: JsonObject) -> FlightCall:
         """Convert one collective, or an exchange between two ranks."""
@@ -476,7 +475,7 @@ def _window(calls: Sequence[FlightCall], kept: int) -> list[FlightCall]:
 
 
 def _remark(record: HangRecord) -> str:
-    """Return why the ranks of these files do not hang; empty if they do."""
+    """Return the reason why the ranks of these files do not hang. Empty if they do."""
     waits = [each for each in record.ranks if each.phase]
     if not waits:
         return "no rank waits in a collective"
@@ -492,7 +491,7 @@ def _remark(record: HangRecord) -> str:
 
 
 def _rank(rank: int, dump: _Dump, taken: int, members: Mapping[str, str]) -> RankEvidence:
-    """Convert a rank's file to evidence by one clock. All ranks write at the same time."""
+    """Convert a rank's file to evidence, in the time ``taken`` at which all ranks wrote."""
     shift = taken - dump.written
     calls = tuple(
         replace(each, members=members[each.group], created=each.created + shift)
@@ -518,7 +517,7 @@ def _rank(rank: int, dump: _Dump, taken: int, members: Mapping[str, str]) -> Ran
     )
 
 
-# -- values that may be anything
+# -- untrusted values
 
 
 def _text(found: JsonObject, key: str) -> str:
@@ -531,7 +530,7 @@ def _dict(value: Any) -> JsonObject:
 
 
 def _list(value: Any, kind: type[Any], most: int | None = None) -> list[Any]:
-    """Return the first elements of a type. Many entries may share one long list."""
+    """Return the first elements of one type, because many entries may share one long list."""
     return [each for each in value[:most] if isinstance(each, kind)] if type(value) is list else []
 
 

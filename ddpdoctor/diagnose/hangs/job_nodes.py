@@ -16,16 +16,16 @@ CHECK = "To see why, stop the job and check all nodes. On this one:"
 
 @dataclass(frozen=True)
 class JobNodes:
-    """The nodes of a job, as far as one of them knows them.
+    """The nodes of a job, as far as one of them knows.
 
     Attributes:
-        number: How many there are.
-        nproc: The ranks of each, as it was given; empty if it is not known.
-        own: The rank of this node; empty if it is not known.
-        endpoint: Where they meet; empty if it is not known.
-        rdzv_id: The id of the job, if one was given.
+        number: Number of nodes.
+        nproc: Number of ranks on each, as given. Empty if unknown.
+        own: The rank of this node. Empty if unknown.
+        endpoint: The address at which they meet. Empty if unknown.
+        rdzv_id: The id of the job, if given.
         hosts: Host names by rank.
-        rest: The host name of all other ranks, if they can be nowhere else.
+        rest: The host name of all other ranks, if they can only be there.
     """
 
     number: int = 1
@@ -38,12 +38,12 @@ class JobNodes:
 
     @property
     def several(self) -> bool:
-        """Whether there are others than this one."""
+        """Whether there is more than one node."""
         return self.number > 1
 
     @property
     def check_line(self) -> str:
-        """The line that checks the nodes, for this one; empty for a single node."""
+        """The command that checks the nodes, for this one. Empty for a single node."""
         options = {
             "--node-rank": self.own,
             "--nproc-per-node": self.nproc,
@@ -55,7 +55,7 @@ class JobNodes:
         return shlex.join(words) if self.several else ""
 
     def and_check(self, fix: str) -> str:
-        """Add to a fix that the line to paste is that of the check."""
+        """Add the sentence that introduces the check's command to a fix."""
         return f"{fix} {CHECK}" if self.several else fix
 
     def places(self, ranks: Sequence[int]) -> str:
@@ -70,7 +70,7 @@ class JobNodes:
 
 
 def job_nodes(run: Run) -> JobNodes:
-    """Return the nodes of a job: by torchrun's options, else by what its ranks recorded."""
+    """Return the nodes of a job, from torchrun's options or else from the ranks' records."""
     given = run.manifest
     stores = filter(None, (rank.records.first(StoreRecord) for rank in run.last))
     store = next(stores, StoreRecord())
@@ -96,7 +96,7 @@ def _whole(text: str) -> int:
 
 
 def _hosts(run: Run, here: Sequence[int], number: int) -> tuple[dict[int, str], str]:
-    """Return the known host names by rank, and that of all other ranks, or nothing."""
+    """Return the known host names by rank, and that of all other ranks (empty if unknown)."""
     there = [(node.host, [rank.rank for rank in run.ranks_on(node)]) for node in run.nodes]
     hosts = dict.fromkeys(here, str(run.manifest.get("host") or ""))
     hosts |= {rank: host for host, ranks in there for rank in ranks}
@@ -105,7 +105,7 @@ def _hosts(run: Run, here: Sequence[int], number: int) -> tuple[dict[int, str], 
 
 
 def _endpoint(manifest: JsonObject, store: StoreRecord) -> str:
-    """Return where the nodes meet; empty if it is not known."""
+    """Return the address at which the nodes meet. Empty if unknown."""
     endpoint, host = option(manifest, "--rdzv-endpoint"), option(manifest, "--master-addr")
     if endpoint or host:
         return endpoint or f"{host}:{option(manifest, '--master-port') or 29500}"
@@ -113,7 +113,7 @@ def _endpoint(manifest: JsonObject, store: StoreRecord) -> str:
 
 
 def option(manifest: JsonObject, name: str) -> str:
-    """Return the value of torchrun's option in a job's command, in either spelling."""
+    """Return the value of an option of torchrun in a job's command, in either spelling."""
     command = manifest.get("command")
     words = list(map(str, command)) if isinstance(command, list) else []
     for spelling in (name, name[:2] + name[2:].replace("-", "_")):

@@ -30,7 +30,7 @@ from ddpdoctor.system.process_activity import BUSY
 # -- the work of a GPU
 
 Arrival = Literal["there", "close", "behind", "unknown"]
-"""A GPU's progress: it has begun the collective that its rank waits in, has passed all markers
+"""A GPU's progress: it has started the collective in which its rank waits, has passed all markers
 before it (work of that backward may remain), or is still at earlier work."""
 
 STUCK_GPU = (
@@ -43,7 +43,7 @@ _WAITS = (Phase.BACKWARD.label, Phase.WAIT.label)  # Phases in which collectives
 
 
 def gpu_arrival(rank: RankState) -> Arrival:
-    """Return the progress of a rank's GPU towards the collective that the rank waits in."""
+    """Return the progress of a rank's GPU towards the collective in which the rank waits."""
     call = rank.pending
     if call is None:
         return "unknown" if "nccl" in rank.evidence.backend else "there"
@@ -56,7 +56,7 @@ def gpu_arrival(rank: RankState) -> Arrival:
 
 
 def gpu_work(rank: RankState) -> tuple[str, Location | None]:
-    """Describe the work of a GPU that is behind, with the line to look at."""
+    """Describe the work of a GPU that is behind, and return its line."""
     marks, at = rank.evidence.device, _first_mark(rank)
     if at is None:
         place = _site(rank, Phase.BACKWARD.label) if _began(rank) else None
@@ -82,7 +82,7 @@ def gpu_holds_host(rank: RankState) -> bool:
 def _first_mark(rank: RankState) -> int | None:
     """Return the first marker that its GPU has not passed, if it was queued before the collective.
 
-    Without a current collective, it must have been queued some time ago.
+    Without a current collective, the marker must have been queued some time ago.
     """
     if rank.evidence.sends:
         # The GPU may wait for a send or a receive of another rank.
@@ -98,7 +98,7 @@ def _first_mark(rank: RankState) -> int | None:
 def _began(rank: RankState) -> bool:
     """Return whether its GPU has reached the backward or the call of the collective.
 
-    Steps that are not followed in full have no markers between their phases.
+    Steps that are followed only in part have no markers between their phases.
     """
     marks, call = rank.evidence.device, rank.pending
     if not marks or call is None or not marks[0].passed or marks[0].queued > call.began:
@@ -112,15 +112,15 @@ def _site(rank: RankState, phase: str) -> Location | None:
     return location(rank.evidence.sites.get(phase, ""))
 
 
-# -- what a rank's process did within a second: compute, read, wait for a socket
+# -- activity of a rank's process within a second: compute, read, wait for a socket
 
-MIN_MOVED = 1 << 20  # Minimum bytes per second of a process that visibly reads or writes
+MIN_MOVED = 1 << 20  # Minimum bytes per second to count as reading or writing
 
 MIN_ARRIVALS = 10
-"""Minimum wake-ups at a socket per second that show arriving data."""
+"""Minimum number of wake-ups at a socket per second that shows arriving data."""
 
 MIN_STIR = 0.02
-"""Minimum ratio of a core between two examinations that waiting with a timeout does not use."""
+"""Minimum use of a core between two examinations. Waiting with a timeout uses less."""
 
 
 def doing(rank: RankState) -> str:
@@ -140,19 +140,19 @@ def doing(rank: RankState) -> str:
 
 
 def computing(cpu: float) -> str:
-    """Describe a computing process with its ratio of a core, which is small if others use it."""
+    """Describe a computing process with its share of a core, which is small if others use it."""
     if cpu >= BUSY:
         return f"computing ({percent(cpu)} of a core)"
     return f"short of CPU (gets {percent(cpu)} of a core)"
 
 
 def computes(rank: RankState) -> bool:
-    """Return whether it computes or would compute with a core."""
+    """Return whether it computes, or would if it had a core."""
     return rank.busy >= BUSY or rank.on_queue
 
 
 def children_compute(rank: RankState) -> bool:
-    """Return whether a child process computes or would compute with a core."""
+    """Return whether a child process computes, or would if it had a core."""
     activity = rank.activity
     share = max(activity.children_busy, activity.children_cpu)
     return share >= BUSY or "R" in activity.children_letters
@@ -162,17 +162,17 @@ def lacks_cpu(rank: RankState, limit: float) -> bool:
     """Return whether it works, and is late because it lacked a core for most of its silence."""
     lost = rank.evidence.lost
     got = rank.seconds - lost
-    # Its silence is counted in whole seconds.
+    # One second more, because its silence is counted in whole seconds.
     return lost > got and got < limit + 1 and works(rank)
 
 
 def starves(rank: RankState) -> bool:
-    """Return whether it would compute with a core."""
+    """Return whether it would compute if it had a core."""
     return computes(rank) and rank.activity.cpu < BUSY
 
 
 def moves_data(rank: RankState) -> bool:
-    """Return whether it moves data, or its child processes do anything, while it stays in place."""
+    """Return whether it moves data, or its child processes work, while it stays at one line."""
     activity = rank.activity
     return (
         children_compute(rank)
@@ -200,7 +200,7 @@ def waits_for_network(rank: RankState) -> bool:
 
 
 def _exchanges(rank: RankState) -> bool:
-    """Return whether data is exchanged at a socket that it waits for."""
+    """Return whether data moves through a socket on which it waits."""
     return rank.activity.network and rank.activity.switches >= MIN_ARRIVALS
 
 
@@ -236,12 +236,12 @@ def workers_activity(rank: RankState, children: Sequence[ChildState]) -> tuple[s
     stopped = [child for child in children if child.letter in ("T", "t")]
     number, one = len(children), len(children) == 1
     if dead:
-        return f"{some(len(dead))} died", Severity.ERROR, "See the worker's own output for why."
+        return f"{some(len(dead))} died", Severity.ERROR, "Look at the worker's own output."
     if stopped:
         what = f"{some(len(stopped))} {'is' if len(stopped) == 1 else 'are'} stopped (SIGSTOP)"
         return what, Severity.ERROR, f"Continue it: `kill -CONT {stopped[0].pid}`."
     if not number:
-        return "which are gone", Severity.ERROR, "See the workers' own output for why."
+        return "which are gone", Severity.ERROR, "Look at the workers' own output."
     if rank.activity.children_network:
         fix = "Look at the storage that the data come from, and give each request a timeout."
         return f"{some(1)} waits for the network", Severity.WARNING, fix
@@ -262,21 +262,21 @@ def workers_activity(rank: RankState, children: Sequence[ChildState]) -> tuple[s
 
 # -- whether a rank does the same in several examinations in a row, so that it is stuck
 
-MIN_STEADY = 3  # Consecutive examinations after which an activity counts as lasting
+MIN_STEADY = 3  # Number of consecutive examinations after which an activity counts as lasting
 
-_LONGER = 1.5  # Minimum growth of the silence, as a factor, before another examination counts
+_LONGER = 1.5  # Minimum factor by which the silence has to grow before another examination counts
 
 
 def lasts(rank: RankState) -> bool:
-    """Return whether a rank did the same in several consecutive examinations, and moved no data."""
+    """Return whether a rank did the same in consecutive examinations, and moved no data."""
     return rank.evidence.steady >= MIN_STEADY and not moves_data(rank)
 
 
 def with_steadiness(now: RankState, before: RankState | None) -> RankEvidence:
     """Return a rank's evidence with ``steady`` and ``steadied``, given its previous examination.
 
-    An examination counts if the rank has been silent for longer by half since the last one that
-    did. Time in which it had no core does not count as silence.
+    An examination counts if the rank's silence has grown by half since the last one that counted.
+    Time without a core is not silence.
     """
     got = now.seconds - now.evidence.lost
     first = replace(now.evidence, steady=1, steadied=got)
@@ -302,22 +302,22 @@ def with_steadiness(now: RankState, before: RankState | None) -> RankEvidence:
 
 
 def _polling(frames: tuple[Frame, ...], rank: RankState) -> tuple[object, ...] | None:
-    """Return the polling loop that a stack is in, with the frames that led to it, or None."""
+    """Return the polling loop around a stack's frame, with the frames that led to it, or None."""
     for number, frame in reversed(list(enumerate(frames))):
         if is_user_path(frame.path):
             loop = _polling_loop(frame, rank)
             if loop is not None:
                 return *frames[:number], frame.path, frame.function, loop.lineno
         elif "/torch/" in frame.path:
-            # The rank is at work.
+            # A computing rank is at work.
             return None
     return None
 
 
 def _polling_loop(frame: Frame, rank: RankState) -> ast.While | None:
-    """Return the ``while`` around a line if its body sets nothing that its condition tests.
+    """Return the ``while`` around a line if its body sets no name that its condition tests.
 
-    Exclude the training loop, and a loop that computes until a result is good enough.
+    Skip the training loop, and a loop that computes until a result is good enough.
     """
     source = source_of(frame.path)
     loop = next(iter(source.around(frame.line)), None) if source is not None else None

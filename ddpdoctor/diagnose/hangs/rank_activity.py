@@ -1,4 +1,4 @@
-"""Describe what a rank does instead of a collective of the others, or at the end of its process."""
+"""Describe the activity of a rank that did not join the others' collective, or does not exit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ddpdoctor.stacks.frames import ENDING, innermost, is_ours, is_user_path
 from ddpdoctor.system.proc import ENDED
 from ddpdoctor.system.process_activity import BUSY
 
-LAUNCHER_TIMEOUT = 5.0  # Maximum seconds until a launcher notices a dead rank
+LAUNCHER_TIMEOUT = 5.0  # Maximum seconds within which a launcher notices a dead rank
 
 _LOADER = "torch/utils/data/dataloader.py"
 _WORKER = "torch/utils/data/_utils/worker.py"
@@ -42,9 +42,8 @@ class Activity:
     """The activity of a rank.
 
     Attributes:
-        text: What it does, as the end of a sentence that begins with the rank:
-            ``is stopped (SIGSTOP)``.
-        severity: An error if it does not end without help.
+        text: The end of a sentence that begins with the rank: ``is stopped (SIGSTOP)``.
+        severity: An error if the activity does not end without help.
     """
 
     code: str
@@ -112,7 +111,7 @@ def _dead(rank: RankState, seconds: float) -> Activity | None:
         Severity.ERROR,
         rank.site,
         "Start the ranks with torchrun, which ends a job when a rank dies; or join the "
-        "processes and look at their exit codes.",
+        "processes and check their exit codes.",
     )
 
 
@@ -135,7 +134,7 @@ def _holds_the_gil(rank: RankState, where: str, native: tuple[str, ...]) -> Acti
 
 
 def activity_of(rank: RankState, starting: bool) -> Activity:
-    """Return the activity of a rank in no collective; ``starting`` until any step is closed."""
+    """Return the activity of a rank outside of collectives. ``starting`` before any closed step."""
     known = state_of(rank)
     if known is not None:
         return known
@@ -180,7 +179,7 @@ def _held(rank: RankState, duration: str) -> Activity | None:
 
 
 def last_call(rank: RankState) -> Activity:
-    """Return its last call, which is all that a file of torch's Flight Recorder shows."""
+    """Describe its last call, because a Flight Recorder's file shows nothing else."""
     if not rank.flight:
         return Activity("DDP802", "called no collective", Severity.ERROR, None)
     last = rank.flight[-1]
@@ -189,7 +188,7 @@ def last_call(rank: RankState) -> Activity:
 
 
 def _prompts(rank: RankState) -> bool:
-    """Return whether it waits for a person at the keyboard, or in pdb."""
+    """Return whether it waits for keyboard input, or in pdb."""
     frames = rank.frames
     if any(part in frame.path for frame in frames[-6:] for part in _DEBUGGERS):
         return True
@@ -202,7 +201,7 @@ def _prompts(rank: RankState) -> bool:
 
 def _prompt(rank: RankState, starting: bool, duration: str) -> Activity:
     debugger = any(part in frame.path for frame in rank.frames for part in _DEBUGGERS)
-    # Before the first step, a person may be about to answer a question at the terminal.
+    # Before the first step, the user may be about to answer a question at the terminal.
     asked = starting and not rank.step and not debugger and rank.activity.terminal
     return Activity(
         "DDP808",
@@ -255,7 +254,7 @@ def _starting(rank: RankState, duration: str) -> Activity | None:
 
 
 def _place(rank: RankState) -> str:
-    """Name the function and line, or the code of the line if the function's name is no help."""
+    """Name the function and line, or show the line's code if the function's name does not help."""
     frame, site = rank.frame, rank.site
     if frame is None or site is None:
         return f"phase {rank.phase}, last seen at {brief(site)}" if site else "an unknown place"
@@ -288,7 +287,7 @@ def _loop(rank: RankState) -> Activity | None:
 
 
 def _endless(before: tuple[Frame, ...], after: tuple[Frame, ...]) -> tuple[Location, str] | None:
-    """Return the endless loop that two stacks are in, and their lines."""
+    """Return the endless loop around two stacks, and their lines."""
     frame = innermost(before)
     head = constant_while(frame.path, frame.line) if frame is not None else None
     if frame is None or head is None:
@@ -301,7 +300,7 @@ def _endless(before: tuple[Frame, ...], after: tuple[Frame, ...]) -> tuple[Locat
 
 
 def _inside_loader(rank: RankState) -> bool:
-    """Return whether the loader called the user's code that it is in, such as a data set."""
+    """Return whether the loader called the user's code that is running, such as a data set."""
     paths = [frame.path for frame in rank.frames]
     loader = max(at for at, path in enumerate(paths) if _LOADER in path)
     return rank.frame is not None and any(is_user_path(path) for path in paths[loader + 1 :])
@@ -352,17 +351,17 @@ def _loader(rank: RankState, since: str) -> Activity:
 # -- a rank whose script is over and whose process does not end
 
 EXIT_TIMEOUT = 300
-"""Seconds that a rank may work at its end, such as for saving results, before it is reported."""
+"""Seconds for which a rank may work at its end, such as saving results, before it is reported."""
 
 _JOINS_THREADS = ("threading.py", "_shutdown")
 _JOINS_CHILDREN = ("multiprocessing/util.py", "_exit_function")
-"""Files and functions in which the interpreter waits at its end."""
+"""File and function in which the interpreter waits for child processes at its end."""
 
 NEVER_ENDS = "Python's own shutdown does not come to its end"
 
 _THREADS = (
-    "Let the thread end: an event that it looks at, a timeout on what it waits for, a `join` or "
-    "`shutdown` before the end. Or start it with daemon=True, if it may be cut off."
+    "Let the thread end: an event that it checks, a timeout on its wait, a `join` or `shutdown` "
+    "before the end. Or start it with daemon=True, if it may be interrupted."
 )
 _CHILDREN = (
     "Let the processes that the script started end, and `join` them before the end; those with "
@@ -370,7 +369,7 @@ _CHILDREN = (
 )
 _CALLED = (
     "Something registered it for the end (`atexit`, `__del__`, `weakref.finalize`): call it in the "
-    "script, with a limit on its time."
+    "script, with a timeout."
 )
 _LET_GO = (
     "Let go of what waits there while Python still runs: `del` the DDP model and the optimizer, "
@@ -379,12 +378,12 @@ _LET_GO = (
 
 
 def exit_wait(rank: RankState) -> Activity | None:
-    """Return what delays the exit of a rank that has reached the end of its script.
+    """Describe what delays the exit of a rank that has reached the end of its script.
 
-    Return None if it has not, or if it has only worked there briefly.
+    Return None if it has not reached the end, or has worked there only briefly.
 
     The interpreter first waits for non-daemon threads. Then it calls functions registered with
-    ``atexit``, such as the end of multiprocessing. Then it shuts down.
+    ``atexit``, such as multiprocessing's cleanup. Then it shuts down.
     """
     if rank.dead_for is not None or any(letter in ENDED for letter in rank.activity.letters):
         return None

@@ -55,7 +55,7 @@ def left_early(run: Run) -> Iterator[Finding]:
         Inside `join()`, for ranks of different DDP groups, for extra forwards in an evaluation, if
         a rank failed (DDP9xx), and if the cause is known: the statement by which a rank alone left
         or skipped a step (DDP403), loaders of different length (DDP109), or a collective after the
-        loop that a condition on the rank decides on (DDP401).
+        loop under a condition on the rank (DDP401).
     """
     for leaver, wanting in leavers(run):
         if alone_behind(leaver, wanting) is None:
@@ -101,7 +101,7 @@ def _finding(run: Run, leaver: Rank, wanting: list[Rank]) -> Finding:
 
 
 def _lapses(finding: Finding, run: Run) -> Lapsed | None:
-    """Withdraw a wait at the end only if it was a shutdown, which may have been slow."""
+    """Withdraw a finding about a wait only if it was at a shutdown, which may have been slow."""
     return hang(finding, run) if NEVER_ENDS in finding.message else None
 
 
@@ -110,18 +110,18 @@ class NeverJoined:
     """A rank does something else while the other ranks wait for it in a collective.
 
     What it finds
-        Ranks that wait in a collective, and a rank that never called it: where it is instead, for
-        how long, and whether it is idle, computes, reads or writes. With NCCL also a rank whose GPU
-        never came to it, because it is still at work that was queued before. In a job that failed,
-        a rank that was at its own work until the timeout of the others.
+        Ranks that wait in a collective, and a rank that never called it: its line, for how long,
+        and whether it is idle, computes, reads or writes. With NCCL also a rank whose GPU never
+        reached the collective, because it is still at work that was queued before. In a job that
+        failed, a rank that was at its own work until the timeout of the others.
 
     Why it is bad
         The others wait until their timeout (10 minutes with NCCL, 30 with gloo), and the error then
         names a rank that waited.
 
     How to fix it
-        Look at the line of the missing rank. Work that one rank does alone has to be shorter than
-        the timeout (`init_process_group(timeout=...)`); it is better to share it among all ranks.
+        Look at the line of the missing rank. Work of a single rank has to be shorter than the
+        timeout (`init_process_group(timeout=...)`). It is better to share it among all ranks.
 
     Example
         Wrong: a rank that waits for a server's answer while the others are in `backward()`.
@@ -129,9 +129,9 @@ class NeverJoined:
 
     When it stays silent
         Until `--hang-after`, which counts only the time in which a busy rank had a core, and in a
-        debugger. For a rank that computes or transfers data it is a warning; once three looks find
-        it in one loop that polls, or its GPU at the same work, an error. Causes with a code
-        (DDP401, DDP403, DDP801, DDP805 and up) are reported instead.
+        debugger. For a rank that computes or transfers data it is a warning, and an error once
+        three examinations find it in one polling loop, or its GPU at the same work. Causes with
+        their own code (DDP401, DDP403, DDP801, DDP805 and up) are reported instead.
     """
 
 
@@ -166,7 +166,7 @@ class DiskSleep:
         A process in uninterruptible sleep (state D) at two moments a second apart.
 
     Why it is bad
-        Not even SIGKILL ends it before the device responds: a network file system that hangs, a
+        Not even SIGKILL ends it before the device responds: a hanging network file system, a
         failing disk, or a driver.
 
     How to fix it
@@ -206,7 +206,7 @@ class EndlessLoop:
                 done = poll()
 
     When it stays silent
-        For loops that may end: those are DDP802, a warning until three looks find the same.
+        For loops that may end: those are DDP802, a warning until three examinations agree.
     """
 
 
@@ -218,7 +218,7 @@ class WaitsForInput:
         A rank in `input()` or in pdb while the others wait for it.
 
     Why it is bad
-        There may be no person at the keyboard, and under torchrun several ranks share one terminal.
+        Perhaps no one is at the keyboard, and under torchrun several ranks share one terminal.
 
     How to fix it
         Remove the call. `breakpoint()` under `ddpdoctor run` waits for a debugger to attach to that
@@ -229,8 +229,8 @@ class WaitsForInput:
         Right: `breakpoint()`
 
     When it stays silent
-        While a rank is in the debugger that ddpdoctor offers. A question at a terminal before the
-        first step is information: a person may be about to answer it.
+        While a rank is in ddpdoctor's debugger. A question at a terminal before the first step is
+        information: the user may be about to answer it.
     """
 
 
@@ -256,7 +256,7 @@ class WaitsForLoader:
 
     When it stays silent
         Workers that compute or lack a core are a warning: loading is slow then. So are those that
-        wait for the network, until three looks in a row find the same.
+        wait for the network, until three examinations in a row agree.
     """
 
 
@@ -265,7 +265,7 @@ class HoldsTheGil:
     """A rank is in native code that blocks all of its other Python threads.
 
     What it finds
-        A rank none of whose Python threads has run for seconds, although its process is not
+        A rank whose Python threads have all not run for seconds, although its process is not
         stopped.
 
     Why it is bad
@@ -319,8 +319,8 @@ class DiedUnnoticed:
         running.
 
     Why it is bad
-        Some launchers wait for the ranks one after the other, or in a shell's `wait`: the job hangs
-        until a timeout.
+        Some launchers wait for the ranks one by one, or in a shell's `wait`: the job hangs until a
+        timeout.
 
     How to fix it
         Use torchrun, or a launcher that ends all ranks when one dies.
@@ -357,8 +357,8 @@ class WaitsForRanks:
         Right: the same command on both nodes.
 
     When it stays silent
-        While processes are starting (they use the CPU), for ten times `--hang-after`; while one of
-        them, or the launcher, computes or lacks a core. If as many ranks came as expected, it is
+        While processes are starting (they use the CPU), for ten times `--hang-after`. While one of
+        them, or the launcher, computes or lacks a core. If all expected ranks have joined, it is
         DDP814.
     """
 
@@ -369,8 +369,8 @@ class StandsStill:
 
     What it finds
         All ranks in the same collective, which does not end. Or all ranks idle, with none in a
-        collective. Once three looks in a row find the same it is an error. With NCCL the network is
-        named only if it is known that every GPU has begun the collective.
+        collective. It is an error once three examinations in a row agree. With NCCL the network is
+        named only if every GPU is known to have begun the collective.
 
     Why it is bad
         The cause may be the network, the backend, or an external service that all ranks wait for.
@@ -383,8 +383,8 @@ class StandsStill:
         Right: `NCCL_SOCKET_IFNAME` set to an interface that all nodes can reach.
 
     When it stays silent
-        If a rank is missing or does something else, which is then reported. If a rank has no core
-        to run on. If all ranks are in a `sleep` outside a `while`: a pause.
+        If a rank is missing or does something else, which is then reported. If a rank has no core.
+        If all ranks are in a `sleep` outside a `while`, which is a pause.
     """
 
 

@@ -1,4 +1,4 @@
-"""Judge a job that stands still, and collectives that differ between its ranks."""
+"""Diagnose a job that makes no progress, and collectives that differ between its ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ddpdoctor.run.status import Phase
 
 
 def stands_still(run: Run) -> Iterator[Finding]:
-    """Judge a hang, and collectives that differ between ranks even without a hang."""
+    """Diagnose a hang, and collectives that differ between ranks even without a hang."""
     if is_explained(run):
         return
     mismatch = ring_mismatch(run)
@@ -40,7 +40,7 @@ def stands_still(run: Run) -> Iterator[Finding]:
     hung = diagnose(hang, mismatch is not None) if hang is not None else []
     failure = first_failure(run, run.restarts[-1])
     if failure is not None and failure.kind == "exception":
-        # The process may take seconds to end after the exception, for which the others wait.
+        # After the exception, the process may take seconds to end, and the others wait meanwhile.
         hung = [
             each
             for each in hung
@@ -48,7 +48,7 @@ def stands_still(run: Run) -> Iterator[Finding]:
         ]
     late = outlasted(run)
     if late is not None and all(each.severity < Severity.ERROR for each in hung):
-        # An earlier examination may have found that it works, which is a warning.
+        # An earlier examination may only have warned that the rank works.
         hung = [late]
     yield from hung
     known = {each.code for each in hung}
@@ -66,7 +66,7 @@ def stands_still(run: Run) -> Iterator[Finding]:
 
 
 def alone_behind(leaver: Rank, wanting: list[Rank]) -> Finding | None:
-    """Report a collective under a condition on the rank after an equal number of steps (DDP401)."""
+    """Report a collective under a condition on the rank after the same number of steps (DDP401)."""
     count = armed(leaver)
     if any(armed(rank) > count or _phase(rank) != Phase.WAIT.label for rank in wanting):
         return None
@@ -84,17 +84,17 @@ def _phase(rank: Rank) -> str:
 _OWN_WORK = (Phase.OTHER, Phase.STARTING, Phase.DATA, Phase.FORWARD, Phase.OPTIMIZER)
 
 
-MIN_SHARE = 0.5  # Minimum ratio of the timeout that a rank spent on the same work
+MIN_SHARE = 0.5  # Minimum fraction of the timeout that a rank spent on the same work
 
 
 def outlasted(run: Run) -> Finding | None:
     """Report ranks that were at their own work while a collective of the others timed out (DDP802).
 
-    The status page must show that the rank made no calls: it was in one phase, or outside of all,
-    from before the timeout began until the other ranks gave up.
+    The status page must show that the rank made no calls: it was in one phase, or outside of all
+    phases, from before the timeout began until the other ranks gave up.
     """
     restart = run.restarts[-1]
-    # The end of a rank stopped by its launcher may be dated too early, by its last sign of life.
+    # The end of a rank that its launcher stopped may seem too early: it is the last sign of life.
     victims = (each for each in endings(run, restart) if each.victim and not each.stopped)
     first = next(victims, None)
     if first is None or first.kind != "exception" or first_failure(run, restart) is not None:
@@ -162,7 +162,7 @@ def _outlasted_finding(
             *((f"the process group was created with this timeout{set_at}",) if set_at else ()),
         ),
         fix=f"Give the group more time (`init_process_group(timeout=timedelta(...))`{set_at}), or "
-        "do the work before it: the others wait from the moment at which they call the collective.",
+        "do the work before it: the others' timeout starts when they call the collective.",
         subjects=frozenset((STANDSTILL,)),
         moment=first.time,
         traceback="",

@@ -1,4 +1,4 @@
-"""What may differ between the nodes of a job, by the rules and by `ddpdoctor check`."""
+"""Allowed differences between a job's nodes, for the rules and for `ddpdoctor check`."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ OF_EACH_NODE = (
 
 
 def minor(version: str) -> str:
-    """Return a version without what follows its second number."""
+    """Return a version up to its second number."""
     return ".".join(version.split(".")[:2])

@@ -22,7 +22,7 @@ def _first(run: Run, declared: type[R]) -> list[tuple[Rank, R]]:
 
 
 def _all_wrote(run: Run, found: list[tuple[Rank, R]], step: int) -> bool:
-    """Return whether every other rank would have written such a record before this step's line."""
+    """Return whether each other rank would have written its record before this step's line."""
     if run.exit_status is not None:
         return True
     have = {rank.rank for rank, _ in found}
@@ -44,8 +44,8 @@ def local_rank_never_filled(run: Run) -> Iterator[Finding]:
         script that uses it.
 
     Why it is bad
-        The option has its default value on every rank: all ranks use GPU 0, or all consider
-        themselves the first one.
+        The option has its default value on every rank: all ranks use GPU 0, or all take themselves
+        for the first one.
 
     How to fix it
         Read the environment: `int(os.environ["LOCAL_RANK"])`.
@@ -87,8 +87,7 @@ def data_parallel(run: Run) -> Iterator[Finding]:
     """`nn.DataParallel` is used in a job of several processes.
 
     What it finds
-        A `torch.nn.DataParallel` created on a rank of a job with several ranks, where no DDP is
-        created.
+        A `torch.nn.DataParallel` created on a rank of a job with several ranks, and no DDP.
 
     Why it is bad
         DataParallel does not communicate with other processes: each trains a separate model on its
@@ -102,8 +101,8 @@ def data_parallel(run: Run) -> Iterator[Finding]:
         Right: `model = DistributedDataParallel(model, device_ids=[local_rank])`
 
     When it stays silent
-        For a single process, and for ranks that also create a DDP. In a running job, before the
-        16th step.
+        For a single process, and for ranks that also create a DDP module. In a running job, before
+        the 16th step.
     """
     found = [
         (rank, record)

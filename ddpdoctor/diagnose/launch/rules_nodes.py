@@ -1,6 +1,6 @@
 """Rules for nodes of one job that differ or are lost (DDP052, DDP056, DDP057, DDP058, DDP215).
 
-The first four are also checks of `ddpdoctor check`, which hold the pages.
+The first four are also checks of `ddpdoctor check`, which have the pages.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.vitals import gpu_counts
 
 LOST_FOR_NS = 5_000_000_000
-"""Nanoseconds from the detected loss of a node, which takes 10 s, to the report."""
+"""Nanoseconds from detecting the loss of a node, which takes 10 s, to the report."""
 
-MAX_HOSTS = 5  # Maximum number of named hosts
+MAX_HOSTS = 5  # Maximum number of hosts to name
 
 _VERSIONS = {
     "torch": "torch",
@@ -51,7 +51,7 @@ def clocks(run: Run) -> Iterator[Finding]:
             "DDP052",
             Severity.ERROR if abs(ahead) - node.error > CLOCK_FAIL_S * 1e9 else Severity.WARNING,
             f"the clock of {node.host} is {abs(ahead) / 1e9:.1f} s {side} that of {here}",
-            evidence=(f"measured within {duration(node.error / 1e9)}",),
+            evidence=(f"measured with an error of at most {duration(node.error / 1e9)}",),
             fix="Let a time service run on every node (chrony, systemd-timesyncd).",
             paste="sudo timedatectl set-ntp true",
             about=f"clock {node.number}",
@@ -60,14 +60,14 @@ def clocks(run: Run) -> Iterator[Finding]:
 
 @rule("DDP056", "link-speed", Severity.INFO)
 def full_links(run: Run) -> Iterator[Finding]:
-    """The ranks wait for a link between two nodes, which is full."""
+    """The ranks wait for a full link between two nodes."""
     hosts: dict[str, set[str]] = defaultdict(set)
     links: dict[tuple[str, str], list[LinkRecord]] = defaultdict(list)
     for each in run.supervisor.of(LinkRecord):
         hosts[each.source].add(each.host)
         links[each.source, each.target].append(each)
     for (source, target), found in sorted(links.items()):
-        # An address that two nodes have, as of a bridge of containers, names neither.
+        # An address that two nodes have, such as that of a container bridge, identifies neither.
         there, newest = hosts.get(target, set()), found[-1]
         known = len(there) == len(hosts[source]) == 1 and there != hosts[source]
         if not known or len(found) < 2 or not all(each.busy for each in found[-2:]):
@@ -89,7 +89,7 @@ def full_links(run: Run) -> Iterator[Finding]:
 
 @rule("DDP057", "node-versions", Severity.WARNING)
 def node_versions(run: Run) -> Iterator[Finding]:
-    """The nodes have different versions of torch, NCCL, CUDA, the driver or Python, or settings."""
+    """The nodes differ in versions of torch, NCCL, CUDA, the driver or Python, or in settings."""
     ranks = [rank for rank in run.last if rank.opened.versions]
     if len({rank.opened.host for rank in ranks}) < 2:
         return
@@ -161,7 +161,7 @@ def _responds_again(finding: Finding, run: object) -> Lapsed | None:
     "DDP215", "node-lost", Severity.WARNING, supersedes={"DDP907": certain}, lapses=_responds_again
 )
 def node_lost(run: Run) -> Iterator[Finding]:
-    """A node of the job does not respond any more.
+    """A node of the job no longer responds.
 
     What it finds
         A node whose ddpdoctor sent records and has been silent for 15 seconds. It is an error once
@@ -180,7 +180,8 @@ def node_lost(run: Run) -> Iterator[Finding]:
         Right: it is drained first, and rebooted when its jobs have ended.
 
     When it stays silent
-        If the node ended its job itself, or comes back. What its ranks did meanwhile is read then.
+        If the node ended its job itself, or responds again. Its records from meanwhile are then
+        read.
     """
     for node in run.nodes:
         if node.state == "refused":
@@ -229,7 +230,7 @@ def _ranks_of(run: Run, node: NodeRecord) -> tuple[int, ...]:
 
 
 def _by_value(ranks: Sequence[Rank], value: Callable[[Rank], str]) -> dict[str, list[str]]:
-    """Return the hosts by their ranks' value."""
+    """Return the hosts by the value of their ranks."""
     found: dict[str, list[str]] = {}
     for rank in ranks:
         hosts = found.setdefault(value(rank), [])
@@ -243,7 +244,7 @@ def _gpu_model(rank: Rank) -> str:
 
 
 def _gpu_counts(run: Run, ranks: Sequence[Rank]) -> dict[str, list[str]]:
-    """Group the nodes by their number of GPUs, where NVML shows it."""
+    """Group the nodes by their number of GPUs, if NVML shows it."""
     hosts = {rank.opened.host for rank in ranks}
     counts: dict[str, list[str]] = {}
     for host, count in gpu_counts(run.path).items():
@@ -266,7 +267,7 @@ def _differ(
 ) -> Iterator[Finding]:
     hosts = Counter(host for each in values.values() for host in each)
     if len(values) < 2 or len(hosts) < 2 or any(count > 1 for count in hosts.values()):
-        # Differences within a node do not count.
+        # Ignore differences within a node.
         return
     usual = max(values, key=lambda value: len(values[value]))
     odd = [host for value, each in values.items() if value != usual for host in each]

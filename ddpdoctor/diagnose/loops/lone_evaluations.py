@@ -8,12 +8,12 @@ from ddpdoctor.run.records.training import EvaluationRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 Alone = list[tuple[int, EvaluationRecord, tuple[int, ...]]]
-"""Evaluations: the number of synchronized forwards before each, its record, and the absent
+"""For each evaluation the number of synchronized forwards before it, its record, and the absent
 ranks."""
 
 
 def alone_evaluating(run: Run) -> dict[tuple[int, ...], Alone]:
-    """Return the evaluations of only some ranks, by these ranks."""
+    """Return the evaluations that only some ranks run, by these ranks."""
     members = {rank.rank: rank for rank in run.last}
     evaluations = {rank.rank: _evaluations_of_rank(rank) for rank in run.last}
     alone: dict[tuple[int, ...], Alone] = {}
@@ -27,7 +27,7 @@ def alone_evaluating(run: Run) -> dict[tuple[int, ...], Alone]:
                 continue
             if all(_passed(members[each], point, run) for each in absent):
                 alone.setdefault(present, []).append((point, record, absent))
-    # A relation of rules cannot express this: the decision is only suspected here.
+    # Relations between rules cannot express this, because the decision is only suspected.
     return {} if alone and local_decisions(run, suspected=True) else alone
 
 
@@ -41,7 +41,7 @@ def _evaluations_of_rank(rank: Rank) -> dict[int, EvaluationRecord]:
 
 
 def _passed(rank: Rank, point: int, run: Run) -> bool:
-    """Return whether a rank has continued without that evaluation, or has ended."""
+    """Return whether a rank continued without the evaluation, or has ended."""
     if not rank.watched(EvaluationRecord):
         return False
     if rank.ended is not None or run.exit_status is not None:

@@ -46,7 +46,7 @@ _REDUCE = (
 
 
 def _lapses(finding: Finding, run: Run) -> Lapsed | None:
-    """Keep a finding about a skipped step: only the newest steps show it."""
+    """Keep a finding about a skipped step, because the evidence is only in the newest steps."""
     return fact(finding, run) if STANDSTILL in finding.subjects else None
 
 
@@ -72,7 +72,7 @@ def rank_local_decision(run: Run) -> Iterator[Finding]:
         statement: `break`, `return`, `continue` or `if`.
 
     Why it is bad
-        Every backward is a collective. The rank's next backward pairs with another step of the
+        Every backward is a collective. The rank's next backward pairs with a different step of the
         others, and at the end the job hangs or fails with "Connection closed by peer", far from the
         cause. A skipped optimizer step makes the rank's parameters different, and nothing fails.
 
@@ -152,9 +152,9 @@ def _by_hand_finding(found: LeftByHand) -> Finding:
 
 
 def _began(found: LeftByHand) -> tuple[str, ...]:
-    """Describe how many backwards ranks began before they left a loop, or wait in it."""
+    """Describe how many backwards the ranks began that left a loop or wait in it."""
     return (
-        *(f"rank {n} is behind the loop after {each} steps" for n, each in found.steps.items()),
+        *(f"rank {n} is past the loop after {each} steps" for n, each in found.steps.items()),
         *(f"rank {n} is in the backward of step {each}" for n, each in found.others.items()),
         f"the training loop is at {found.loop}",
     )[:8]
@@ -186,7 +186,7 @@ class _SkippedStep:
     ranks: tuple[int, ...]
     others: tuple[int, ...]
     backwards: dict[int, int]
-    """Backwards of that step, by rank."""
+    """Number of backwards in that step, by rank."""
     member: Rank
     """One of the ranks."""
 
@@ -201,7 +201,7 @@ def _first_skipped_step(replica: Replica) -> _SkippedStep | None:
         backwards = {rank: each[step] for rank, each in counts.items()}
         least = min(backwards.values())
         if not least:
-            # A step without a backward is a different fault.
+            # A step without a backward is another fault.
             return None
         guilty = tuple(sorted(rank for rank, count in backwards.items() if count > least))
         if guilty:
@@ -212,9 +212,9 @@ def _first_skipped_step(replica: Replica) -> _SkippedStep | None:
 
 
 def _diverged(replica: Replica, found: _SkippedStep) -> bool:
-    """Return whether ranks differ since then in reduced backwards or in parameters.
+    """Return whether the ranks' reduced backwards or parameters have differed since then.
 
-    Backwards through another model of one rank change neither.
+    Backwards through a rank's other model change neither.
     """
     prints = replica.prints
     common = sorted(set.intersection(*map(set, prints.values())))
@@ -275,7 +275,7 @@ def _step_condition(rank: Rank) -> Location | None:
     },
 )
 def uneven(run: Run) -> Iterator[Finding]:
-    """The ranks have different numbers of batches: the rank with fewer will stop before the others.
+    """The ranks have different numbers of batches: a rank with fewer will stop before the others.
 
     What it finds
         A training loop over a loader that has more batches on one rank of a DDP group than on
@@ -285,7 +285,7 @@ def uneven(run: Run) -> Iterator[Finding]:
 
     Why it is bad
         Every backward is a collective. The rank that ran out of batches continues with something
-        else, and the others wait for it until their timeout, or pair with its next step.
+        else, and the others wait for it until the timeout, or their calls pair with its next ones.
 
     How to fix it
         Give every rank the same number of batches (`DistributedSampler` pads, `drop_last=True`
@@ -304,7 +304,7 @@ def uneven(run: Run) -> Iterator[Finding]:
         Inside `join()`. For loops that may stop before the loader ends (`break`, `islice`, `zip`, a
         generator), unless they really leave a rank alone. For evaluation loaders, and for iterable
         data sets, whose length is not known, until a rank waits or failed alone. DDP801 and DDP803,
-        which follow from it, are not reported as well.
+        which follow from it, are not reported then.
     """
     known = _known_lengths(run)
     yield from known
@@ -317,7 +317,7 @@ def uneven(run: Run) -> Iterator[Finding]:
 
 
 def _known_lengths(run: Run) -> list[Finding]:
-    """Return the finding about loaders whose lengths are known to differ."""
+    """Return a finding about loaders whose lengths are known to differ, if any."""
     for passes in matched(run):
         counts = _uneven_counts(run, passes)
         if not counts:
@@ -355,7 +355,7 @@ def _known_lengths(run: Run) -> list[Finding]:
 
 
 def _uneven_counts(run: Run, passes: Passes) -> dict[int, int]:
-    """Return the number of batches of each rank if that will leave one alone. Empty otherwise."""
+    """Return each rank's number of batches if they will leave a rank alone. Otherwise empty."""
     each = list(passes.values())
     counts = {one.rank: one.record.batches for one in each if one.record.batches is not None}
     uneven = len(counts) == len(each) and len(set(counts.values())) > 1
@@ -411,7 +411,7 @@ def _ended_finding(run: Run, early: LocalDecision) -> Finding:
 
 
 def _ran_out(run: Run, one: Pass) -> int:
-    """Return when a rank had received all batches of a pass, in Unix nanoseconds. 0 if unknown."""
+    """Return when a rank received the last batch of a pass, in Unix nanoseconds. 0 if unknown."""
     if one.closed:
         return one.record.closed if one.record.state == "ended" else 0
     loop = _loop(run, one)
@@ -419,7 +419,7 @@ def _ran_out(run: Run, one: Pass) -> int:
 
 
 def _loop(run: Run, one: Pass) -> Trace | None:
-    """Return the loop that read a pass. Its end is recorded at once, independent of the budget."""
+    """Return the loop that read a pass. Its end is recorded at once, whatever the budget."""
     return next(
         (
             each
@@ -431,13 +431,13 @@ def _loop(run: Run, one: Pass) -> Trace | None:
 
 
 def _goes_on(run: Run, one: Pass) -> bool:
-    """Return whether a rank is still in a pass, or was when its process ended."""
+    """Return whether a rank is still reading a pass, or was when its process ended."""
     if one.closed:
         return False
     loop, status = _loop(run, one), run.rank(one.rank).status
     if loop is not None:
         return not loop.recorded_end
-    # Without its loop, the end may be in a rotated part of the journal.
+    # Without the loop's record, its end may be in a rotated part of the journal.
     made = status.armed - one.record.armed if status is not None else 0
     return one.record.state != UNFOLLOWED and made <= (one.record.batches or 0)
 
@@ -469,7 +469,7 @@ def _is_alone(run: Run, one: Pass, over: int) -> bool:
         return False
     if error is None and rank.ended is not None:
         return False
-    # Native code or a signal may have ended it without another record.
+    # Native code or a signal may have ended the rank without another record.
     died = rank.exit is not None and rank.ended is None
     waits = error is not None or died or run.waits_for(rank) > PATIENCE
     within = last_phase(rank) in (Phase.BACKWARD, Phase.ENDED)

@@ -37,12 +37,12 @@ from ddpdoctor.run.records.training import SaveRecord
 from ddpdoctor.run.snapshot import Run
 
 MIN_DISTANCE = 0.01
-"""Minimum differences of statistics that change an evaluation: means in standard deviations,
+"""Minimum difference of statistics to change an evaluation: means in standard deviations,
 variances as a ratio."""
 PART_OF_NORM = 1e-6
 """Relative tolerance of norms of equal weights."""
 OTHER_DATA = 0.25
-"""Minimum difference of ranks that train on different kinds of data, not on shards of one set."""
+"""Minimum difference if ranks train on different kinds of data, not on shards of one set."""
 
 
 def _evaluation_passes(run: Run) -> Iterator[list[Pass]]:
@@ -73,15 +73,15 @@ def not_reduced(run: Run) -> Iterator[Finding]:
     """Each rank evaluates its own shard, and the results are not combined, or combined wrongly.
 
     What it finds
-        An evaluation in which every rank reads its own shard, after which no rank reduces or
-        gathers anything before it continued training or ended, while the source prints, logs or
-        compares the result (information if no such line is found). Or a reduction that averages a
-        ratio of each rank (an accuracy, an F1 score) although the shards have different sizes.
+        An evaluation in which every rank reads its own shard, and no rank reduces or gathers
+        anything before it continues training or ends, while the source prints, logs or compares the
+        result (information if no such line is found). Or a reduction that averages a ratio of each
+        rank (an accuracy, an F1 score) although the shards have different sizes.
 
     Why it is bad
-        The metric is that of one shard. What rank 0 prints, and what selects the best checkpoint or
-        stops early, is based on a part of the validation data. An average of ratios weighs samples
-        differently, and an average of F1 scores is not the F1 score of all samples.
+        The metric is that of one shard. The number that rank 0 prints, and that selects the best
+        checkpoint or stops early, covers only part of the validation data. An average of ratios
+        weighs samples differently, and an average of F1 scores is not the F1 score of all samples.
 
     How to fix it
         Sum the counts over the ranks before you divide.
@@ -95,9 +95,9 @@ def not_reduced(run: Run) -> Iterator[Finding]:
             accuracy = counts[0] / counts[1]
 
     When it stays silent
-        If results are reduced or gathered in between, for whatever purpose, unless what is reduced
-        is known to be a ratio. If a line prints a result with its rank, or writes it to a file of
-        its rank. For data that every rank reads in full, and before the first training step.
+        If anything is reduced or gathered in between, for whatever purpose, unless it is known to
+        be a ratio. If a line prints a result with its rank, or writes it to a file of its rank. For
+        data that every rank reads in full, and before the first training step.
     """
     if len(run.last) < 2:
         return
@@ -112,7 +112,7 @@ def not_reduced(run: Run) -> Iterator[Finding]:
 
 
 def _by_hand(run: Run) -> Iterator[Finding]:
-    """Yield an evaluation that shards by hand in a job that combines nothing."""
+    """Yield findings for evaluations sharded by hand in a job that combines nothing."""
     rings = [rank.ring for rank in run.last if rank.counted_collectives]
     if (
         run.exit_status != 0
@@ -160,8 +160,8 @@ def _disjoint_passes(run: Run) -> Iterator[list[Pass]]:
         if other_data(passes) and indexed_by_rank(run) is not None:
             yield each
         elif len({one.whole for one in each}) == 1:
-            # Without subsets each rank follows the same indices of a data set, otherwise its own
-            # ones.
+            # The followed indices are the same on each rank of a data set without subsets, and the
+            # rank's own with them.
             followed = {(one.record.subset, one.record.followed) for one in each}
             shared, total = overlap(passes)
             apart = not shared or all(_is_filled_share(one, len(each)) for one in each)
@@ -171,14 +171,14 @@ def _disjoint_passes(run: Run) -> Iterator[list[Pass]]:
 
 
 def _is_filled_share(one: Pass, world: int) -> bool:
-    """Return whether a rank drew its part of the samples, padded to whole batches."""
+    """Return whether a rank drew its share of the samples, padded to whole batches."""
     draws, batches = one.record.draws, one.record.fetched
     part = -(-one.length // world)
     return batches > 0 and part <= draws < part + draws / batches and draws < one.length
 
 
 def _uncombined(run: Run, each: list[Pass]) -> Finding | None:
-    """Return the fault of an evaluation whose results no rank reduces or gathers."""
+    """Return the finding for an evaluation whose results no rank reduces or gathers."""
     if any(map(_combined, each)) or _separate_files(run, {one.rank: one for one in each}):
         return None
     counted = all(rank.counted_collectives for rank in run.last)
@@ -191,7 +191,7 @@ def _uncombined(run: Run, each: list[Pass]) -> Finding | None:
     others = max(one.record.collectives or 0 for one in each)
     evidence = [*_shares(each), "0 reductions or gathers before the next training step"]
     if others:
-        evidence.append(f"of other collectives (barriers, broadcasts) it called {others}")
+        evidence.append(f"{others} other collectives (barriers, broadcasts)")
     if use.at is not None:
         evidence.append(f"the result is used at {use.at}")
     fix = "all_reduce the sums and counts of the metric before dividing them."
@@ -213,7 +213,7 @@ def _uncombined(run: Run, each: list[Pass]) -> Finding | None:
 
 
 def _averaged(run: Run, each: list[Pass]) -> Finding | None:
-    """Return the fault of an evaluation after which ratios of the ranks are averaged."""
+    """Return the finding for an evaluation after which the ranks' ratios are averaged."""
     if any(one.record.gathers for one in each):
         return None
     ratios = _reduced_ratios(run, each[0])
@@ -226,7 +226,7 @@ def _averaged(run: Run, each: list[Pass]) -> Finding | None:
     if found.over_all:
         why = "each is divided by the length of all the data already"
     if found.never_a_mean:
-        why = "its value for all samples is not the average of those of parts"
+        why = "its value for all samples is not the average of the shards' values"
     return Finding(
         code="DDP106",
         about=str(each[0].read),
@@ -272,7 +272,7 @@ def _sends(run: Run) -> bool:
 def _separate_files(run: Run, passes: Passes) -> bool:
     """Return whether each rank may have saved its own file before it continued.
 
-    Then results are meant to stay separate. Only a file's first save is recorded.
+    In that case the results are meant to stay separate. Only a file's first save is recorded.
     """
     files: list[str] = []
     for rank in run.last:
@@ -294,13 +294,12 @@ def padded(run: Run) -> Iterator[Finding]:
 
     What it finds
         An evaluation over a sampler's shards that drew more samples than the data set has, because
-        its length is not a multiple of the number of ranks. A warning if a metric is then reduced
-        over the ranks; otherwise information, since gathered results can be cut.
+        its length is not a multiple of the world size. A warning if a metric is then reduced over
+        the ranks; otherwise information, because gathered results can be cut.
 
     Why it is bad
         `DistributedSampler` repeats samples until all shards have the same length. This does no
-        harm in training, but a reduced accuracy is slightly wrong and depends on the number of
-        ranks.
+        harm in training, but a reduced accuracy is slightly wrong and depends on the world size.
 
     How to fix it
         Cut off the repeated samples after gathering, or give each rank a `Subset` instead of a
@@ -321,7 +320,7 @@ def padded(run: Run) -> Iterator[Finding]:
         if first.sampler.drop_last or not 0 < extra < len(each):
             continue
         if any(one.record.collectives is None for one in each):
-            # The use of the results is still unknown.
+            # We do not know yet how the results are used.
             continue
         reported = all(
             (one.record.reductions or 0) > 0 >= (one.record.gathers or 0) for one in each
@@ -374,8 +373,9 @@ def forward_under_rank_guard(run: Run) -> Iterator[Finding]:
 
     Why it is bad
         The broadcast is a collective. It pairs with a collective of the other ranks' next epoch, so
-        the error goes unnoticed for long. The broadcast of the last evaluation has no partner, and
-        the job hangs or fails at its end. Before the second training step it fails at once.
+        the error goes unnoticed for a long time. The broadcast of the last evaluation pairs with
+        none, and the job hangs or fails at its end. Before the second training step it fails at
+        once.
 
     How to fix it
         Evaluate the model inside, `ddp.module(inputs)`, or evaluate on every rank.
@@ -423,12 +423,12 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
         An evaluation in which each rank of a DDP group takes a part of the data, in evaluation
         mode, with BatchNorm running statistics that differ between ranks, followed by a reduce or
         gather of numbers. Or one in which each rank evaluates all of the data with statistics that
-        differ by more than 25 %: those of the different data that each rank trains on. Or one of
-        another model (an average of the weights) that differs between ranks and that a line
-        updates on some ranks only.
+        differ by more than 25 %, because each rank trains on different data. Or one of another
+        model (an average of the weights) that differs between ranks because a line updates it on
+        some ranks only.
 
     Why it is bad
-        The metric mixes as many models as there are ranks. The saved model, rank 0's, was evaluated
+        The metric mixes a different model from each rank. The saved model, rank 0's, was evaluated
         on its part of the data only.
 
     How to fix it
@@ -445,7 +445,7 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
             evaluate(model, my_shard)
 
     When it stays silent
-        If one rank evaluates. If nothing is reduced or gathered, or each rank saves a separate
+        If only one rank evaluates. If nothing is reduced or gathered, or each rank saves a separate
         file. For statistics that agree within 1 % (25 % if each evaluates all of the data), and if
         DDP broadcasts the buffers: then the statistics differ by the last step only.
     """
@@ -472,7 +472,7 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
         at = first.read
         combined = "their results are combined"
         if whole:
-            combined = "each rank's are those of the data that it trained on"
+            combined = "each rank has the statistics of the data that it trained on"
         yield Finding(
             code="DDP708",
             about=f"module {module} {at}",
@@ -501,7 +501,7 @@ def evaluation_differs(run: Run) -> Iterator[Finding]:
 
 
 def _other_model(run: Run, evaluations: Iterable[Passes]) -> Iterator[Finding]:
-    """Yield an average of the weights that only some ranks update and all ranks evaluate."""
+    """Yield findings for averaged weights that only some ranks update and all ranks evaluate."""
     at = {next(iter(passes.values())).record.armed: passes for passes in evaluations}
     seen: dict[tuple[int, int], dict[int, OtherModelRecord]] = {}
     for rank in run.last:
@@ -562,12 +562,12 @@ def _combines_parts(passes: Passes) -> bool:
 
 
 def _combined(one: Pass) -> int:
-    """Return the number of collectives that combined results afterwards."""
+    """Return the number of collectives that combined results after a pass."""
     return (one.record.reductions or 0) + (one.record.gathers or 0)
 
 
 def _worst_statistics(records: list[StatisticsRecord]) -> tuple[str, float, int]:
-    """Return the most different layer, its difference, and the number of different layers."""
+    """Return the layer that differs most, its difference, and the number of differing layers."""
     hashes = zip(*(record.hashes for record in records), strict=False)
     differing = {place // 2 for place, values in enumerate(hashes) if len(set(values)) > 1}
     found = ("", 0.0)

@@ -1,4 +1,4 @@
-"""Find since when, where and how much replicas differ, and what changed them."""
+"""Find the step from which replicas differ, the tensors, the distances, and the cause."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from ddpdoctor.run.records.supervisor import SuspicionRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
 FINGERPRINT_PATIENCE = 2.5
-"""Seconds that a finding waits for requested records. Ranks are asked at most twice."""
+"""Seconds for which a finding waits for requested records. Ranks are asked at most twice."""
 LOCAL_STEPS = 1000
-"""Maximum steps without an all-reduce before the first averaging of local SGD."""
+"""Maximum number of steps without an all-reduce before the first averaging of local SGD."""
 
 AVERAGED = "post_localSGD"
 """The communication hook under which replicas differ by design between two averagings."""
@@ -49,9 +49,9 @@ _Loaded = TypeVar("_Loaded", LoadRecord, ResumeRecord)
 def common_records(
     ranks: Sequence[Rank], declared: type[_AtStep], module: int
 ) -> dict[tuple[int, int], list[_AtStep]]:
-    """Return the records of all ranks about a module at the same time, oldest first.
+    """Return the records of all ranks about a module by time, oldest first.
 
-    The key is the step and the number of synchronized forwards.
+    The time is the step and the number of synchronized forwards.
     """
     written = [
         {
@@ -79,7 +79,7 @@ class Difference:
 
     @property
     def since(self) -> str:
-        """The begin of the difference, in words."""
+        """The start of the difference, in words."""
         if self.equal is None or self.first == self.equal + 1:
             return f"since step {self.first}"
         return f"since a step from {self.equal + 1} to {self.first}"
@@ -91,7 +91,7 @@ class Distance:
 
     name: str
     step: int
-    most: float  # The largest difference of two finite elements at the same place; 0 if none differ
+    most: float  # The largest difference of two finite elements at one index; 0 if none differ
     ranks: tuple[int, int]  # The two ranks with that difference
     looked: int  # The number of elements that were compared
     count: int  # The number of elements in the tensor
@@ -110,7 +110,7 @@ class Replica:
 
     @cached_property
     def prints(self) -> dict[int, dict[int, FingerprintRecord]]:
-        """Fingerprints by rank and step."""
+        """The fingerprints by rank and step."""
         return {
             rank.rank: {
                 record.step: record
@@ -122,7 +122,7 @@ class Replica:
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """Steps with a fingerprint of every rank after equally many synchronized forwards."""
+        """Steps with a fingerprint of each rank after the same number of synchronized forwards."""
         prints = list(self.prints.values())
         common = set.intersection(*map(set, prints))
         return tuple(
@@ -130,12 +130,12 @@ class Replica:
         )
 
     def values(self, step: int, key: str) -> dict[int, object]:
-        """Return a field of the ranks' records. Empty unless all ranks have it."""
+        """Return a field of the ranks' records by rank. Empty unless all ranks have it."""
         found = {rank: getattr(each[step], key) for rank, each in self.prints.items()}
         return {} if any(value is None for value in found.values()) else found
 
     def difference(self, key: str, heals: bool = True) -> Difference | None:
-        """Return since when a value differs, if it still does and a second fingerprint shows it.
+        """Return the difference of a value if it still exists and a second fingerprint shows it.
 
         With ``heals``, replicas that become equal again, even between two steps, count as averaged
         on purpose.
@@ -158,7 +158,7 @@ class Replica:
     def lasts(self, difference: Difference) -> bool:
         """Return whether a difference lasts longer than the time between two averagings.
 
-        Without an all-reduce replicas differ at once, and a job may average them later on purpose.
+        Without an all-reduce, replicas differ at once, and the job may average them later.
         """
         before = -1 if difference.equal is None else difference.equal
         armed = [
@@ -208,7 +208,7 @@ class Replica:
 
 
 def together(ranks: Sequence[Rank], module: int, since: int) -> bool:
-    """Return whether collectives made, or may have made, replicas equal after a step."""
+    """Return whether collectives made replicas equal after a step, or may have done so."""
     if not all(rank.watched(TogetherRecord) for rank in ranks):
         return True
     hashes = (
@@ -216,7 +216,7 @@ def together(ranks: Sequence[Rank], module: int, since: int) -> bool:
         for (step, _), records in common_records(ranks, TogetherRecord, module).items()
         if step >= since
     )
-    # None: a rank had no budget to compute the hash.
+    # None means that a rank had no budget to compute the hash.
     return any(len(each) == 1 or None in each for each in hashes)
 
 
@@ -269,7 +269,7 @@ def replicas(run: Run) -> Iterator[Replica]:
         yield Replica(module, first.type, ranks, first.names, over, asked)
 
 
-# -- what changed between two fingerprints
+# -- changes between two fingerprints
 
 
 def is_between(record: OutsideRecord, replica: Replica, difference: Difference) -> bool:
@@ -283,7 +283,7 @@ def awaits_distances(replica: Replica) -> bool:
 
 
 def lasting_difference(run: Run, replica: Replica) -> Difference | None:
-    """Return since when parameters differ. None if that may be on purpose or is examined."""
+    """Return the difference of parameters. None if it may be intended or is being examined."""
     difference = replica.difference("parameters")
     if difference is None or awaits_distances(replica):
         return None
@@ -293,7 +293,7 @@ def lasting_difference(run: Run, replica: Replica) -> Difference | None:
 def rank_only_changes(
     replica: Replica, difference: Difference
 ) -> Mapping[int, LoadRecord | OutsideRecord]:
-    """Return the ranks that changed weights when others did not, each with its record."""
+    """Return the ranks that changed weights while others did not, each with its record."""
     loads = {
         rank.rank: [
             record
@@ -321,7 +321,7 @@ def rank_only_changes(
 
 
 def resumed_alone(replica: Replica) -> tuple[Difference, dict[int, ResumeRecord]] | None:
-    """Return since when the optimizer's state differs, and the ranks that alone loaded one."""
+    """Return the difference of the optimizer's state, and the ranks that alone loaded one."""
     difference = replica.difference("state")
     if difference is None:
         return None
@@ -365,7 +365,7 @@ def _flat(hyper: object) -> dict[HyperPlace, object]:
 
 
 def hyper_difference(replica: Replica) -> tuple[Difference, HyperPlace] | None:
-    """Return the first hyper-parameter that differs, and since when."""
+    """Return the first difference of a hyper-parameter, and its place."""
     difference = replica.difference("hyper", heals=False)
     if difference is None:
         return None
@@ -386,7 +386,7 @@ def who_changed(replica: Replica, difference: Difference, place: HyperPlace) -> 
 
 
 def cuts(replica: Replica, difference: Difference) -> list[tuple[int, CutRecord]]:
-    """Return the cuts of learning rates by schedulers when these became different, by rank."""
+    """Return the cuts by schedulers at the time when learning rates became different, by rank."""
     return [
         (rank.rank, record)
         for rank in replica.ranks

@@ -40,7 +40,7 @@ from ddpdoctor.run.snapshot import Run
 
 
 def _optimizer_line(replica: Replica, guilty: tuple[int, ...]) -> Location | None:
-    """Return the line of the optimizer's step on a guilty rank, or on any rank without one."""
+    """Return the line of the optimizer's step on a guilty rank, or on any if none is guilty."""
     member = next((rank for rank in replica.ranks if rank.rank in guilty), replica.ranks[0])
     return member.site("optimizer")
 
@@ -49,13 +49,13 @@ def _when_differed(replica: Replica, difference: Difference) -> Iterator[str]:
     if difference.equal is not None:
         yield f"equal after step {difference.equal}, different after step {difference.first}"
     yield (
-        f"{difference.seen} fingerprints show it, the last of step {replica.steps[-1]} "
+        f"{difference.seen} fingerprints show it, the last in step {replica.steps[-1]} "
         f"({replica.type}, {len(replica.names)} parameters)"
     )
 
 
 def _tensor_evidence(replica: Replica, difference: Difference) -> Iterator[str]:
-    """Yield which tensors differ, with the differences of their elements or their norms."""
+    """Describe the tensors that differ, by the differences of their elements or by their norms."""
     found = next(replica.rich(difference.first), None)
     if found is None:
         return
@@ -116,28 +116,28 @@ def parameters_differ(run: Run) -> Iterator[Finding]:
     What it finds
         Fingerprints (hashes of each parameter's bits after the same optimizer step) that were equal
         and now differ: the first step, the first tensors, and whether their gradients already
-        differed. In a running job, ranks then compare 16 steps in a row, twice at most, and up to
-        4,096 elements of the first three tensors; the finding waits a few seconds for that, and for
+        differed. In a running job, ranks then compare 16 steps in a row, at most twice, and up to
+        4,096 elements of the first three tensors. The finding waits a few seconds for that, and for
         a second examination. If the job has ended, it reports norms.
 
     Why it is bad
-        DDP averages gradients, never parameters: replicas that differ once stay different. The
-        saved model was never evaluated as such.
+        DDP averages gradients, never parameters: once replicas differ, they stay different. The
+        saved model is only rank 0's.
 
     How to fix it
         Change parameters only in `optimizer.step()`, or in the same way on every rank: broadcast
-        what one rank computed, and draw random numbers with the same seed. Gradients that differ
-        did not pass through DDP's all-reduce, or were changed after it.
+        values that one rank computes, and draw random numbers with the same seed. Gradients that
+        differ did not pass through DDP's all-reduce, or were changed after it.
 
     Example
-        Wrong: `p.grad += torch.randn_like(p)`, with another seed on each rank.
+        Wrong: `p.grad += torch.randn_like(p)`, with a different seed on each rank.
         Right: `p.grad += torch.randn(p.shape, generator=same_seed)`
 
     When it stays silent
         For replicas that are averaged, as in local SGD: they are equal again after a collective, or
         a line that averages parameters has not run yet. For parameters that DDP ignores. If another
-        finding names the cause (DDP301, 302, 303, 305, 308, 319, 702, 709). A first difference
-        needs a second fingerprint, or the end of the job.
+        finding names the cause (DDP301, 302, 303, 305, 308, 319, 702, 709). Until a second
+        fingerprint confirms the first difference, or the job ends.
     """
     found: dict[tuple[str, Location | None], list[tuple[Replica, Finding]]] = {}
     for replica in replicas(run):
@@ -189,7 +189,7 @@ _WRAP_LAST = (
 
 
 def _of_all(modules: Sequence[Replica], findings: Sequence[Finding]) -> Finding:
-    """Return one finding for modules that one fault made different, with the first one's facts."""
+    """Return one finding for modules with the same fault, with the facts of the first one."""
     first = findings[0]
     if len(findings) == 1:
         return first
@@ -198,12 +198,12 @@ def _of_all(modules: Sequence[Replica], findings: Sequence[Finding]) -> Finding:
     return replace(
         first,
         subjects=frozenset().union(*(each.subjects for each in findings)),
-        evidence=(f"{len(findings)} modules differ so ({listed}); of the first:", *first.evidence),
+        evidence=(f"{len(findings)} modules differ ({listed}); the first one:", *first.evidence),
     )
 
 
 def _cause(replica: Replica, difference: Difference) -> tuple[str, tuple[str, ...]]:
-    """Return the cause, judged by gradients and changes outside of steps, and its evidence."""
+    """Return the cause, as gradients and changes outside of steps show it, and the evidence."""
     rich = _gradients_since(replica, difference)
     differing = [step for step, values in rich.items() if len(set(values.values())) > 1]
     if differing and differing[0] == next(iter(rich)):
@@ -266,7 +266,7 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
 
     Why it is bad
         DDP synchronizes the weights once, when it is created, and afterwards only averages
-        gradients. A rank that is changed alone stays different.
+        gradients. If only some ranks change their weights, they stay different.
 
     How to fix it
         Load weights before `DistributedDataParallel(model)`, which broadcasts rank 0's; or load
@@ -319,7 +319,7 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
             guilty = replica.odd(difference.first, "parameters") or ranks_that_write(run, lines)
             message = (
                 f"the parameters differ between ranks {difference.since} though their gradients "
-                "are equal: this line, which only some ranks run, is likely what changes them"
+                "are equal: this line, which only some ranks run, likely changes them"
             )
         yield Finding(
             code="DDP319",
@@ -344,7 +344,7 @@ def rank_only_weight_change(run: Run) -> Iterator[Finding]:
 def _likely_change(run: Run, replica: Replica, difference: Difference) -> Location | None:
     """Return the only line of the job that may have changed weights despite equal gradients.
 
-    Only the effect of a write through `.data` can be observed.
+    A write through `.data` can be observed only by its effect.
     """
     rich = _gradients_since(replica, difference).values()
     if not rich or any(len(set(map(str, each.values()))) > 1 for each in rich):
@@ -355,7 +355,7 @@ def _likely_change(run: Run, replica: Replica, difference: Difference) -> Locati
         for record in rank.records.of(OutsideRecord)
     )
     lines = [] if seen else written_on_some_ranks(run, "weights")
-    # It is likely only without any other known cause.
+    # The line is a likely cause only if no other cause is known.
     if len(lines) != 1 or any(hyper_difference(each) for each in replicas(run)):
         return None
     state = replica.difference("state")
@@ -373,7 +373,7 @@ _HYPER_NAMES = {
 
 
 def _parameters_since(run: Run, step: int) -> frozenset[str]:
-    """Return the subjects of parameters that differ from this step or a later one on."""
+    """Return the subjects of parameters that began to differ in this step or later."""
     return frozenset(
         f"{PARAMETERS}{replica.module}"
         for replica in replicas(run)
@@ -405,8 +405,8 @@ def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
         without any error.
 
     How to fix it
-        Make the same decision on all ranks: average the metric that a scheduler gets, and do not
-        derive hyper-parameters from the rank.
+        Make the same decision on all ranks: average the metric for the scheduler, and do not derive
+        hyper-parameters from the rank.
 
     Example
         Wrong:
@@ -432,7 +432,7 @@ def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
         written_at = written_on_some_ranks(run, "hyper-parameters")
         guilty = odd(values) or who_changed(replica, difference, place)
         if guilty in ((), everyone) and not all_cuts:
-            # A scheduler changes the rate on all ranks. The line shows which ranks did more.
+            # A scheduler changes the rate on all ranks. The line shows who else did.
             guilty = ranks_that_write(run, written_at)
         cut = next(
             (record for rank, record in reversed(all_cuts) if rank in (guilty or everyone)), None
@@ -469,7 +469,7 @@ def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
     supersedes={"DDP701": same_subject},
 )
 def optimizer_state_differs(run: Run) -> Iterator[Finding]:
-    """The optimizer's state was loaded on some ranks only, and differs since then.
+    """The optimizer's state was loaded on some ranks only, and has differed since then.
 
     What it finds
         Momentum, moments or step counts (a hash of all tensors in `optimizer.state`) that differ
@@ -531,7 +531,7 @@ def scale_differs(run: Run) -> Iterator[Finding]:
         Different loss scales at the same step.
 
     Why it is bad
-        DDP averages gradients that are still scaled, and each rank divides the average by its
+        DDP averages gradients that are still scaled, and each rank divides the average by its own
         scale: gradients have the wrong size, ranks skip different steps, and the replicas diverge.
 
     How to fix it

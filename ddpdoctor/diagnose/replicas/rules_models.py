@@ -26,11 +26,11 @@ def models_differ(run: Run) -> Iterator[Finding]:
     Why it is bad
         DDP matches parameters by their order only. It raises on some ranks and leaves the others
         waiting. If only dtype or order differ, it raises no error, and broadcasts and averages
-        bytes that do not belong together.
+        unrelated bytes.
 
     How to fix it
-        Build the model from the same configuration on every rank. If a vocabulary or a number of
-        classes is counted in the data, count it in all of the data, or broadcast it.
+        Build the model from the same configuration on every rank. If the data determine a
+        vocabulary or a number of classes, use all of the data, or broadcast the result.
 
     Example
         Wrong: `nn.Linear(512, len(set(my_shard_labels)))`
@@ -56,7 +56,7 @@ def models_differ(run: Run) -> Iterator[Finding]:
         for each, record in sorted(models.items()):
             kinds[_kind(record, models)].append(each)
         groups = sorted(kinds.values(), key=lambda ranks: (-len(ranks), ranks))
-        # Without a majority, each is compared with the first.
+        # Without a majority, each group is compared with that of the lowest rank.
         majority = 2 * len(groups[0]) > len(models)
         usual = groups[0] if majority else min(groups)
         odd = [ranks for ranks in groups if ranks is not usual]
@@ -103,7 +103,7 @@ def _message(
 
 
 def _kind(record: ModelRecord, models: dict[int, ModelRecord]) -> tuple[object, ...]:
-    """Return the properties that must be equal. Names count only if equal on all ranks."""
+    """Return the properties that must be equal. Names only if all ranks have the same."""
     named_alike = {frozenset(each[0] for each in one.parameters) for one in models.values()}
     parameters = record.parameters
     if len(named_alike) > 1:
@@ -159,16 +159,16 @@ def buffers_differ(run: Run) -> Iterator[Finding]:
         Floating-point buffers of the state dict that differ between ranks when a forward begins,
         after DDP's broadcast, but stay similar and change little per step: a codebook, a center or
         an average that each rank computes from its data. A warning if DDP was meant to broadcast
-        them: it does not, if the module had no buffers when DDP was created. Information with
-        `broadcast_buffers=False`, and for single numbers, which may be a rank's meters.
+        them: it does not if the module had no buffers when DDP was created. Information with
+        `broadcast_buffers=False`, and for single numbers, which may be a rank's metrics.
 
     Why it is bad
-        The ranks compute with values that differ from the saved ones, which are rank 0's. What the
-        other ranks learned is lost.
+        The ranks compute with values that differ from the saved ones, which are rank 0's. The
+        values of the other ranks are lost.
 
     How to fix it
-        Make the update the same on every rank: all-reduce what the buffer is computed from.
-        Register buffers in `__init__`, before DDP is created, and let DDP broadcast them.
+        Make the update the same on every rank: all-reduce the values that the buffer is computed
+        from. Register buffers in `__init__`, before DDP is created, and let DDP broadcast them.
 
     Example
         Wrong:
@@ -217,7 +217,7 @@ def buffers_differ(run: Run) -> Iterator[Finding]:
             location=built.location if built is not None else None,
             evidence=tuple(each.text for each in found[:3]),
             fix="Register it before DistributedDataParallel(model), which then broadcasts rank 0's,"
-            " or all-reduce what it is computed from."
+            " or all-reduce the values that it is computed from."
             if meant
             else "If it is meant to be one for all ranks, all-reduce what it is computed from; a "
             "checkpoint holds rank 0's alone.",
@@ -229,14 +229,14 @@ class _BufferDifference:
     name: str
     step: int
     broadcast: bool
-    single: bool  # Whether it is a single number, such as a meter of the rank's losses
+    single: bool  # Whether it is a single number, such as a rank's average loss
     text: str
 
 
 def _buffer_difference(
     replica: Replica, written: dict[tuple[int, int], list[BuffersRecord]], name: str
 ) -> _BufferDifference | None:
-    """Return since when a buffer differs, if it became different and remained so."""
+    """Return the difference of a buffer if it became different and remained so."""
     samples: list[_Sample] = [
         (step, records, [record.names.index(name) for record in records])
         for (step, _), records in written.items()

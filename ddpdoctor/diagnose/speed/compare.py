@@ -1,4 +1,4 @@
-"""Compare two runs: what got slower, in which phase and on which ranks, and what changed."""
+"""Compare two runs: the change of each phase and rank, and differences that may explain it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ddpdoctor.run.step_series import PARTS, RankSeries, Series, series
 from ddpdoctor.run.vitals import read_vitals
 
 NOTABLE = 0.03
-"""Minimum difference of a named rank's own time, relative to the step."""
+"""Minimum change of a rank's own time to name the rank, relative to the step."""
 BLOCKS, MIN_BLOCK = 5, 4
 """Number of parts of a run whose variation is measured, and minimum steps of each."""
 MAX_LINES = 60  # Maximum number of lines of the difference between two scripts
@@ -28,13 +28,13 @@ _COLUMNS = 400
 
 @dataclass(frozen=True)
 class Change:
-    """A value in both runs, such as median nanoseconds a step; None where a run has none."""
+    """A value in both runs, such as median nanoseconds a step. None if a run has none."""
 
     name: str
     before: float | None
     after: float | None
     noise: float | None = None
-    """The variation of the values within the runs, relative to ``before``. None if not known."""
+    """The variation of the values within the runs, relative to ``before``. None if unknown."""
 
     @property
     def difference(self) -> float:
@@ -57,13 +57,13 @@ class Comparison:
 
     names: tuple[str, str]
     total: Change  # The whole step
-    phases: tuple[Change, ...]  # Its parts, in their order; medians over ranks
+    phases: tuple[Change, ...]  # Its parts in order, as medians over ranks
     ranks: tuple[Change, ...]
-    """The ranks whose own time changed most, the largest change first. Their number is the name."""
+    """The ranks whose own time changed most, largest change first. The rank is the name."""
     slowest_phase: dict[str, str]  # The phase that changed most on each of these ranks
     facts: tuple[Fact, ...]  # Command, versions, ranks and code
     script: tuple[str, ...]  # Lines of the difference between the scripts
-    memory: Change  # Peak bytes of the rank that has most
+    memory: Change  # Peak bytes of the rank with the highest peak
     unsplit: bool  # Whether backward includes the wait for others in only one of the runs
 
 
@@ -133,7 +133,7 @@ def _median_step(rank: RankSeries, of: Series) -> _MedianStep | None:
 
 
 def _blocks(totals: Sequence[float]) -> tuple[float, ...]:
-    """Return the medians of equally long parts of a run."""
+    """Return the medians of parts of a run that have the same length."""
     size = len(totals) // BLOCKS
     if size < MIN_BLOCK:
         return ()
@@ -145,7 +145,7 @@ def _total(ranks: Mapping[int, _MedianStep]) -> float | None:
 
 
 def _noise(old: Mapping[int, _MedianStep], new: Mapping[int, _MedianStep]) -> float | None:
-    """Return by how much a step's duration varies within both runs, relative to the first one."""
+    """Return the variation of a step's duration within both runs, relative to the first run."""
     of_run = _total(old)
     spreads = []
     for ranks in (old, new):
@@ -168,7 +168,7 @@ def _memory(before: Run, after: Run) -> Change:
 
 
 def _peaks(run: Run) -> tuple[int, int]:
-    """Return the most bytes that a rank held on its GPU, and on the host. 0 if not known."""
+    """Return the peak bytes of any rank on its GPU, and on the host. 0 if unknown."""
     pages = [rank.status for rank in run.last if rank.status is not None]
     restarts = {each.restart for each in run.last}
     samples = [
@@ -190,22 +190,22 @@ class Judged:
 
     name: str
     limit: float  # Largest allowed increase, relative to the first run
-    share: float  # The increase. 0 if not known.
+    share: float  # The increase. 0 if unknown.
     noise: float | None
-    unknown: str  # Why the limit cannot be judged. Empty if it can.
+    unknown: str  # The reason why the limit cannot be checked. Empty if it can.
 
     @property
     def exceeded(self) -> bool:
-        """Whether the value increased by more than the limit and than its own variation."""
+        """Whether the value increased by more than the limit, and by more than it varies."""
         return self.share > self.limit and self.share > (self.noise or 0.0)
 
 
 def judge(name: str, change: Change, limit: float) -> Judged:
-    """Judge a change by a limit.
+    """Compare a change with a limit.
 
     Args:
-        name: Of the limit.
-        change: Its ``noise`` is needed for a time, and not for memory.
+        name: Name of the limit.
+        change: A change. For times, ``noise`` is needed.
         limit: Largest allowed increase, relative to the first run.
     """
     unknown = ""
@@ -248,7 +248,7 @@ def _facts(
         return
     yield Fact("commit", old.commit, new.commit)
     for name in sorted(old.files.keys() | new.files.keys()):
-        # The script's difference is shown line by line.
+        # The script's difference is shown line by line instead.
         if PurePath(old.script).name == name and old.text and new.text:
             continue
         hashes = [code.files.get(name) for code in (old, new)]

@@ -1,9 +1,9 @@
 """Find the rank, or the stage of a pipeline, that holds the others up.
 
-First medians of steps are compared. If no rank stands out, the means of ever longer stretches of
-steps are compared, which show a surplus that is not in every step. `lag_of` judges both.
+First, compare medians of steps. If no rank stands out, compare the means of ever longer stretches
+of steps, which show a surplus that is not in every step. `lag_of` handles both.
 
-On a crowded machine every rank waits for its core, and a rank that computes longer waits longer. So
+On a crowded machine every rank waits for a core, and a rank that computes longer waits longer. So
 times are compared without such waits. Waits that the rank's work does not explain are reported as
 `Lag.crowded`.
 """
@@ -64,7 +64,7 @@ def stages(run: Run) -> tuple[Stage, ...]:
         records = rank.records.of(StageRecord)
         if not records:
             return ()
-        # A job may have built other pipelines before, to try them.
+        # The job may have tried other pipelines before.
         of = records[-1].stages
         numbers = {record.stage for record in records if record.stages == of}
         found.setdefault(tuple(sorted(numbers)), []).append(rank)
@@ -82,25 +82,25 @@ def stage_of(run: Run, number: int) -> Stage | None:
     return next(of_rank, None)
 
 
-# -- judging one rank
+# -- one rank against the others
 
 PLAIN_SHARE, PLAIN_NS = 0.5, 20_000_000
-"""A surplus that few steps can show: as a part of the step, and in nanoseconds."""
+"""Minimum surplus that few steps can show: as a fraction of the step, and in nanoseconds."""
 STEADY, STEADY_STRETCHES = 0.75, 0.875
-"""The part of the steps that must show the surplus. Stretches of steps are fewer and less alike."""
+"""Fraction of steps, or of stretches, that must show the surplus. Stretches are fewer."""
 PRESENT, PRESENT_IN_STRETCH = 1 / 2, 1 / 3
-"""The part of the surplus that counts as showing it. With a surplus in every 10th step, stretches
-of 16 steps have one or two."""
-MAX_IDLE_WAIT = 0.01  # Part of a step waited for a core up to which cores are idle
-MAX_CALM_WAIT = 0.05  # The same, above which the machine counts as crowded
+"""Fraction of the surplus that a step, or a stretch, needs to show it. With a surplus in every 10th
+step, stretches of 16 steps have one or two."""
+MAX_IDLE_WAIT = 0.01  # Maximum fraction of a step spent waiting for a core if cores are idle
+MAX_CALM_WAIT = 0.05  # The same if the machine is not crowded
 BRIEF_NS = 500_000_000
-"""Steps that span less, in nanoseconds, count as few unless the machine is calm. For so long a core
-may be slow because of its sibling, or of the host of a virtual machine."""
+"""Steps that span fewer nanoseconds count as few, unless the machine is calm. For that long, a core
+may be slow because of its sibling, or because of a virtual machine's host."""
 CORE_TAKEN = 3.0
-"""How many times as long as the others a rank waits for a core if others use only its core."""
+"""Minimum ratio of a rank's wait for a core to the others', if processes use only its core."""
 SAME_WORK = 1.25
-"""How many times the others' CPU time a rank may take if its work does not explain its waits. A
-rank that computes longer loses its core more often, and not only in proportion."""
+"""Maximum ratio of a rank's CPU time to the others', if its work does not explain its waits. A rank
+that computes longer loses its core more often, and not only in proportion."""
 
 
 @dataclass(frozen=True)
@@ -108,44 +108,44 @@ class Rhythm:
     """The steps that have a surplus."""
 
     words: str = ""
-    """``in every 2nd step``; empty if it is spread, or if single steps were not recorded."""
-    period: int = 0  # Steps from one to the next; 0 if that is not regular
-    of_passes: bool = False  # They are the first steps of passes over the data
+    """``in every 2nd step``. Empty if it is spread, or if single steps were not recorded."""
+    period: int = 0  # Number of steps from one to the next, or 0 if it varies
+    of_passes: bool = False  # Whether they are the first steps of passes over the data
     gap: float = 0.0  # The mean surplus in each of them, in nanoseconds
 
 
 @dataclass(frozen=True)
 class Lag:
-    """A rank that holds the others up; times in nanoseconds a step.
+    """A rank that holds the others up. Times are in nanoseconds a step.
 
     They are medians of steps, or medians of means over stretches of steps.
     """
 
     rank: Rank
-    gap: float  # What the others could save if this rank were like them
-    crowded: bool  # Whether the gap is a wait for a core that only this rank has
+    gap: float  # Time that the others would save if this rank were like them
+    crowded: bool  # Whether the gap is a wait for a core that only this rank needs
     cpu: float  # CPU time of its training thread beyond that of the others; 0 if unknown
     total: float  # The step without waits for a core
     wall: float  # The step as measured
-    calm: bool  # Whether hardly any rank waits for a core, so that times mean what they say
+    calm: bool  # Whether ranks hardly wait for cores, so that times are reliable
     sure: bool
-    """Whether the gap remains however the others' waits for a core are divided between their own
+    """Whether the gap remains, however the others' waits for a core are divided between their own
     time and the all-reduce."""
-    own: tuple[float, float]  # Its own time and that of the others, without waits for a core
-    wait: tuple[float, float]  # Its wait in the all-reduce and that of the others
-    cores: tuple[float, float]  # Its wait for a core and that of the others
+    own: tuple[float, float]  # Own time of this rank and of the others, without waits for a core
+    wait: tuple[float, float]  # Wait in the all-reduce of this rank and of the others
+    cores: tuple[float, float]  # Wait for a core of this rank and of the others
     ran: bool  # Whether the kernel reports how long a thread ran and waited for a core
     phase: str  # The phase with the largest surplus
     slow: float  # The time of that phase here
     usual: float  # The time of that phase on the others
     steps: int
     few: bool
-    """Whether the steps are few or span little time. The gap is then large, and in all of them."""
-    rhythm: Rhythm | None = None  # The steps that have the gap, if most have not
+    """Whether the steps are few or span little time. Then the gap is large, and in all of them."""
+    rhythm: Rhythm | None = None  # The steps that have the gap, if most do not
 
     @property
     def cores_idle(self) -> bool:
-        """Whether ranks wait so little for a core that their workers cannot lack any."""
+        """Whether ranks wait so little for a core that their workers cannot lack one."""
         return self.ran and max(self.cores) <= MAX_IDLE_WAIT * self.wall
 
 
@@ -160,17 +160,17 @@ def lag_of(
     few: bool = False,
     stretches: bool = False,
 ) -> Lag | None:
-    """Return a rank's lag behind the others in common steps. None without one.
+    """Return a rank's lag behind the others in common steps. None if it has none.
 
     Args:
         rank: The rank.
         mine: Its steps, or means of several.
-        others: Those of the others.
+        others: The same of the other ranks.
         common: The numbers of the steps to compare.
         gpu: Whether they were timed on a GPU.
         lasting: Minimum span in nanoseconds to show that others use the rank's core.
         few: Whether the steps are few.
-        stretches: Whether they are means over stretches of steps.
+        stretches: Whether the steps are means over stretches of steps.
     """
 
     def here(of: Callable[[StepRecord], float]) -> float:
@@ -202,7 +202,7 @@ def lag_of(
     mine_of = (lambda step: max(step.own - waited(step), 0)) if gpu else net
     rest: Callable[[StepRecord], float] = (lambda step: step.own) if gpu else net
     working = surplus(mine_of, rest)
-    # The others' own time may be as long as this, if they lacked a core in the all-reduce.
+    # The others' own time may be this long, if they lacked a core in the all-reduce.
     safely = surplus(mine_of, lambda step: step.own - max(waited(step) - step.wait, 0))
     gap, crowded = 0.0, False
     waits = max(here(waited), there(waited))
@@ -248,14 +248,14 @@ def lag_of(
 
 
 def _is_plain(surplus: Sequence[float], total: float) -> bool:
-    """Return whether few steps show a surplus: a large one in all of them but one."""
+    """Return whether few steps show a surplus: a large one in all but one of them."""
     gap = median(surplus)
     small = sum(value <= gap / 2 for value in surplus)
     return gap >= max(PLAIN_SHARE * total, PLAIN_NS) and small <= 1
 
 
 def whole(step: StepRecord) -> int:
-    """Return a rank's own time in a step, with what it did between passes before it."""
+    """Return a rank's own time in a step, including the time between passes before it."""
     return step.own + step.outside
 
 
@@ -265,50 +265,51 @@ def net(step: StepRecord) -> float:
 
 
 def waited(step: StepRecord) -> float:
-    """Return how long the training thread waited for a core. 0 if unknown."""
+    """Return the time for which the training thread waited for a core. 0 if unknown."""
     return step.waited or 0
 
 
 def cpu(step: StepRecord) -> float:
-    """Return how long the training thread ran; 0 if unknown."""
+    """Return the CPU time of the training thread. 0 if unknown."""
     return step.cpu or 0
 
 
 # -- comparing ranks step by step
 
 ENOUGH_SAMPLED = 6  # Minimum number of steps on a GPU, where DDP times only every hundredth step
-FEW = 8  # Steps that are enough for a job too short for that, if they show a large surplus
-WARM_UP_STEPS = 2  # Warm-up steps: loaders start, buckets are built, caches are filled
+FEW = 8  # Minimum number of steps in a shorter job, if they show a large surplus
+WARM_UP_STEPS = 2  # Number of warm-up steps: loaders start, buckets are built, caches are filled
 MIN_LASTING_NS = 5_000_000_000
 """Minimum span of steps in nanoseconds to show that others use a rank's core. In less time the
-kernel may not have balanced its load yet."""
+kernel may not have balanced the load yet."""
 MAX_COMPARED = 16  # Number of ranks above which only the slowest are compared with all others
-MAX_OTHERS = 64  # Maximum number of ranks that a rank is compared with
+MAX_OTHERS = 64  # Maximum number of ranks to compare a rank with
 MIN_STRETCHES = 16  # Minimum number of stretches of equal length
 MIN_PASSES = 8
 """Minimum number of passes over the data, if most of the surplus is in their first steps."""
-MIN_NAMED_SURPLUS = 0.75  # Minimum ratio of a surplus that the named steps contain
-MAX_NAMED_STEPS = 0.6  # Maximum ratio of steps that are named
+MIN_NAMED_SURPLUS = 0.75  # Minimum fraction of a surplus in the named steps
+MAX_NAMED_STEPS = 0.6  # Maximum fraction of steps to name
 
 
 def lags(run: Run, enough: int = ENOUGH, few: int = FEW) -> Iterator[Lag]:
     """Yield the ranks of the last attempt that hold up others with the same work.
 
-    A verdict needs ``enough`` steps after the warm-up; ``few`` with it show a large surplus.
+    A verdict needs ``enough`` steps after the warm-up. For a large surplus, ``few`` steps including
+    it are enough.
     """
     for ranks in alike(run):
         yield from _lags(run, ranks, enough, few)
 
 
 def stage_lags(run: Run) -> Iterator[tuple[Stage, Lag]]:
-    """Yield the stages of a pipeline that hold the others up, judged by their median ranks."""
+    """Yield the stages of a pipeline that hold the others up, comparing their median ranks."""
     found: dict[int, Stage] = {}
     for stage in stages(run):
         times = {
             rank.rank: median([net(step) for step in _usable(run, rank).values()] or [0.0])
             for rank in stage.ranks
         }
-        # Of two ranks, the faster one.
+        # The median of two ranks is the faster one.
         found[sorted(times, key=times.__getitem__)[(len(times) - 1) // 2]] = stage
     ranks = [run.rank(number) for number in found]
     for lag in _lags(run, ranks, ENOUGH, FEW, infers=False):
@@ -350,7 +351,7 @@ def _lags(
 def _timed(usable: Mapping[int, Steps]) -> dict[int, Steps]:
     """Keep one step of each line of the first rank: the one that DDP timed."""
     first = next(iter(usable.values()))
-    # The steps of a line begin as far apart as they are long.
+    # The steps of a line begin one duration apart.
     lines = {step.start - number * step.total: number for number, step in first.items()}
     return {
         rank: {number: steps[number] for number in lines.values() if number in steps}
@@ -391,15 +392,15 @@ def _common(usable: Mapping[int, Steps], first: int = WARM_UP) -> list[int]:
 
 
 def _but(ranks: Mapping[int, Steps], rank: Rank) -> list[Steps]:
-    """Return the steps of the other ranks, or of evenly chosen ones: their median is the same."""
+    """Return the steps of the other ranks, or of evenly chosen ones: their median is similar."""
     others = [steps for number, steps in ranks.items() if number != rank.rank]
     return others[:: 1 + len(others) // MAX_OTHERS]
 
 
 def still_slower(run: Run, number: int) -> bool:
-    """Return whether a reported rank is still slower by half of the threshold for a report.
+    """Return whether a reported rank is still slower, by half of the threshold for a report.
 
-    On a crowded machine some steps do not show a lag that the steps around them show.
+    On a crowded machine, some steps do not show a lag that others show.
     """
     ranks = next((each for each in alike(run) if any(n.rank == number for n in each)), ())
     if len(ranks) < 2:
@@ -438,7 +439,7 @@ def _chosen(run: Run, steps: Iterable[StepRecord]) -> dict[int, StepRecord]:
 def _inferred(run: Run, ranks: Sequence[Rank]) -> dict[int, Steps]:
     """Return steps whose waits are inferred from the shortest backward among the ranks.
 
-    DDP's timers also run if nothing is reduced, and then do not show waits.
+    DDP's timers also run if nothing is reduced, but do not show waits then.
     """
     merged = {
         rank.rank: [
@@ -458,14 +459,14 @@ def _inferred(run: Run, ranks: Sequence[Rank]) -> dict[int, Steps]:
 def _by_stretches(
     ranks: Sequence[Rank], usable: Mapping[int, Steps], enough: int, *, gpu: bool
 ) -> Iterator[Lag]:
-    """Yield the ranks that hold others up only in some steps, which medians do not show."""
+    """Yield the ranks that hold others up in some steps only, which medians do not show."""
     common, part = _common(usable), min(enough / ENOUGH, 1.0)
     if len(common) < enough:
         return
     usable, slow = _outstanding(usable, common)
     if not slow:
         return
-    # Before these steps a loader began again, or an evaluation ran.
+    # Before these steps a loader restarted, or an evaluation ran.
     firsts = {n for n in common if any(steps[n].outside > 0 for steps in usable.values())}
 
     def compare(pools: Mapping[int, Steps]) -> Iterator[Lag]:
@@ -530,7 +531,8 @@ def _pooled(ranks: Mapping[int, Steps], parts: Sequence[Sequence[int]]) -> dict[
 def mean_step(steps: Sequence[StepRecord], between: bool = True) -> StepRecord:
     """Return the mean of several steps.
 
-    Time between passes counts as code between the phases if ``between``, and not at all otherwise.
+    With ``between``, time between passes counts as code between the phases. Otherwise it is left
+    out.
     """
     outside = sum(step.outside for step in steps) * between
 

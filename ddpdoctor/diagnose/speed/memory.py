@@ -1,4 +1,4 @@
-"""Find evidence of growing memory: its rate, when memory will be full, and the holder."""
+"""Find evidence of growing memory: its rate, the time until memory is full, and the holder."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ddpdoctor.run.snapshot import Rank, Run
 
 MIN_GROWTH = 32 << 20  # Minimum growth of a rank in bytes
 MIN_UNEXPLAINED = 192 << 20  # The same without a known holder
-MIN_UNEXPLAINED_SHARE = 0.25  # Growth that this needs, relative to the memory before
+MIN_UNEXPLAINED_SHARE = 0.25  # And the minimum relative to the memory before
 MIN_LOOKS = 3  # Minimum number of consecutive samples in which an object grows
-MIN_SHARE = 0.2  # Minimum ratio of the growth that an object explains
+MIN_SHARE = 0.2  # Minimum fraction of the growth that an object explains
 MIN_WORKER = 48 << 20  # Minimum growth of a worker process in bytes
 MIN_COPIES = 4  # Minimum number of samples that show copied pages
-NEW_SHARE = 0.25  # Maximum growth of its memory meanwhile, relative to the copies
+NEW_SHARE = 0.25  # Maximum growth of its memory in the same time, relative to the copies
 HEAVIER = 1.25  # Minimum factor of CPU time or samples per step if batches get larger
 
 
@@ -44,7 +44,7 @@ class Grows(NamedTuple):
 
     rank: Rank
     growth: Growth
-    gpu: bool  # It is memory of the GPU, otherwise of the machine
+    gpu: bool  # Whether it is GPU memory, not host memory
 
 
 def growing(rank: Rank, least: int = MIN_GROWTH, segments: int | None = None) -> Grows | None:
@@ -71,19 +71,19 @@ class Held(NamedTuple):
 
     holder: Holder
     line: Location | None
-    rate: float | None  # Bytes that it gains per step. None if not known.
+    rate: float | None  # Bytes that it gains per step. None if unknown.
     bounded: bool
 
 
 def held_by(run: Run, found: Grows, fewest: int = MIN_LOOKS) -> Held | None:
-    """Return the object that holds most of what a rank gains. None if none was found."""
+    """Return the object that holds most of a rank's new memory. None if not found."""
     records = [each for each in found.rank.records.of(HoldersRecord) if each.looks >= fewest]
     candidates = [held for record in reversed(records) for held in _plausible(run, found, record)]
     return max(candidates, key=_weight, default=None)
 
 
 def allocated_by(found: Grows) -> Allocated | None:
-    """Return the line that allocates most of what a rank's GPU gains; None if that is not known."""
+    """Return the line that allocates most of a rank's new GPU memory. None if unknown."""
     sites = [each for record in found.rank.records.of(HoldersRecord) for each in record.allocated]
     site = max(sites, key=lambda each: each.size, default=None)
     if site is None or site.size < MIN_SHARE * found.growth.per_step * site.steps:
@@ -139,17 +139,17 @@ def heavier(run: Run, found: Grows) -> bool:
 
 
 def _beyond_pass(rank: Rank, growth: Growth) -> bool:
-    """Return whether growth over milliseconds lasts longer than a pass, which may fill a cache."""
+    """Return whether growth over time lasts longer than a pass, which may fill a cache."""
     loops = rank.records.of(LoopRecord)
     ended = any(each.state == "ended" and each.time // 1_000_000 <= growth.start for each in loops)
     return ended or any(each.iterable for each in rank.records.of(PassRecord))
 
 
-# -- when memory is full
+# -- the time until memory is full
 
 
 def steps_left(run: Run, found: Grows, together: Sequence[Grows]) -> int | None:
-    """Return the steps until memory is full if ranks that grow ``together`` continue like this."""
+    """Return the number of steps until memory is full, if the ranks ``together`` keep growing."""
     records = found.rank.records.of(MemoryRecord)
     newest = records[-1] if records else None
     if newest is None:
@@ -186,14 +186,14 @@ class WorkerGrows(NamedTuple):
     rank: Rank
     growth: Growth  # Its steps are milliseconds
     children: int
-    copies: bool  # It copies pages of the data set that it shared with the rank
+    copies: bool  # Whether it copies pages of the data set that it shared with the rank
     dataset: DatasetRecord | None
 
 
 def _copied(readings: Sequence[tuple[int, WorkerMemory]]) -> Growth | None:
     """Return the pages that a worker copied while its memory did not grow.
 
-    Fewer and fewer pages are left to copy, so this growth slows down from the beginning.
+    Fewer and fewer pages are left to copy, so this growth slows down from the start.
     """
     own = [(time, each.private) for time, each in readings if each.private is not None]
     if len(own) < MIN_COPIES:

@@ -1,4 +1,4 @@
-"""Find why a rank is slow: its line, its data, its GPU, or its waits."""
+"""Find the reason why a rank is slow: its line, its data, its GPU, or its waits."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from ddpdoctor.system.nvml import same_uuid
 
 @dataclass(frozen=True)
 class Reason:
-    """Why a rank is slow."""
+    """The reason why a rank is slow."""
 
-    words: str = ""  # The end of the sentence
+    words: str = ""  # The end of the finding's message
     location: Location | None = None
     evidence: tuple[str, ...] = ()
     fix: str = ""
@@ -38,8 +38,8 @@ class Reason:
 # -- loader workers
 
 MIN_WORKER_FACTOR = 1.5
-"""Minimum factor of the others' CPU time for loader workers with more work. Below it, the machine
-may be crowded."""
+"""Minimum CPU time of loader workers with more work, as a factor of the others'. Below it, the
+machine may be crowded."""
 
 PERSISTENT = "Keep the workers from pass to pass: DataLoader(..., persistent_workers=True)."
 
@@ -56,7 +56,7 @@ def restarted(workers: int) -> str:
 
 
 def _for_workers(lag: Lag, mine: Profile | None, others: Sequence[Profile]) -> Reason | None:
-    """Explain a wait for data by loader workers; None if the rank has none."""
+    """Explain a wait for data by loader workers. None if the rank has none."""
     count, rhythm = loader_workers(lag.rank), lag.rhythm or Rhythm()
     children = mine.record.children if mine is not None else 0
     if not (count or children):
@@ -99,7 +99,7 @@ def _workers_crowded(lag: Lag, mine: Profile | None, others: Sequence[Profile]) 
 # -- GPUs, as the driver reports them
 
 SLOW_GPU_CLOCK = 0.9
-"""Maximum ratio to the others' clock or power limit that counts as lower."""
+"""Maximum ratio to the others' clock or power limit to count as lower."""
 
 ON_DEVICE = ("forward", "backward", "optimizer")  # The phases that a slow GPU prolongs
 
@@ -132,7 +132,7 @@ def _may_be_sharing(run: Run, lag: Lag) -> bool:
 
 
 def _for_gpu(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
-    """Explain most of a surplus by the rank's GPU; None if it does not."""
+    """Explain most of a surplus by the rank's GPU. None if the GPU does not explain it."""
     pair = _gpus(run, lag, usual)
     if pair is None or lag.phase not in ON_DEVICE:
         return None
@@ -206,7 +206,7 @@ def _link_evidence(mine: GpuState, theirs: Sequence[GpuState]) -> Iterator[str]:
 
 
 def _throttled_alone(mine: GpuState, theirs: Sequence[GpuState]) -> str:
-    """Return what throttles a GPU and none of the others."""
+    """Return the reason for which a GPU is throttled and the others are not. Empty if none."""
     others = {word for each in theirs for word in each.throttled}
     return ", ".join(sorted({*mine.throttled} - others))
 
@@ -214,15 +214,15 @@ def _throttled_alone(mine: GpuState, theirs: Sequence[GpuState]) -> str:
 # -- samples of stacks, and the counters of Python and of the kernel
 
 PATIENCE = 90.0
-"""Seconds to wait for samples: 48 of them, at most a second apart, each of which may have to wait
-for a core. A rank that ends writes those that it has."""
+"""Seconds to wait for samples: 48 of them, at most a second apart, and each may have to wait for a
+core. A rank that ends writes those that it has."""
 FAULT, SLOW_FAULT = 250, 2_500
 """Nanoseconds of a page fault: the minimum, and the maximum if kernel time shows it, as in a
 virtual machine."""
 MIN_BLOCKED = 0.5
-"""Minimum ratio of samples in which a thread sleeps at a waiting line."""
-MIN_AT_DISK = 0.25  # The same for waits for the disk, which not every sample shows.
-SLOW_CORE_CLOCK = 0.85  # Maximum ratio to the others' clock of a slow core
+"""Minimum fraction of samples in which a thread sleeps at a waiting line."""
+MIN_AT_DISK = 0.25  # The same for waits for the disk, which not every sample shows
+SLOW_CORE_CLOCK = 0.85  # Maximum clock of a slow core, relative to the others'
 MIN_CORE_TAKEN = 0.25  # Minimum use of a core by a process that takes it from a rank
 MIN_READINGS = 3  # Minimum number of readings of a core's clock
 
@@ -246,7 +246,7 @@ def asked_lately(run: Run) -> bool:
 
 
 def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
-    """Explain why a rank holds the ``usual`` ones up. None if it may be only a crowded machine."""
+    """Explain why a rank holds the ``usual`` ones up. None if the machine may just be crowded."""
     mine, others, place = _sampled(run, lag, usual)
     if (lag.few and place is None) or _may_be_sharing(run, lag):
         return None
@@ -275,12 +275,12 @@ def explain(run: Run, lag: Lag, usual: Sequence[Rank]) -> Reason | None:
 def _sampled(
     run: Run, lag: Lag, usual: Sequence[Rank]
 ) -> tuple[Profile | None, list[Profile], Spot | None]:
-    """Return samples of a rank, those of the others, and the line that only the rank spends on."""
+    """Return samples of a rank, those of the others, and the line with the rank's surplus."""
     mine: Profile | None = None
     others: list[Profile] = []
     # Prefer samples that were taken because of this rank.
     for request in sorted(_requests(run), key=lambda each: each.rank != lag.rank.rank):
-        # Samples between two epochs, without a step, do not describe steps.
+        # Samples from between two epochs, without a step, do not describe steps.
         found = {
             rank: each
             for rank, each in profiles(run.last, request.asked).items()
@@ -320,7 +320,7 @@ def _reason(
         return _placed(place, words, fix="" if lag.phase == "data" else fix)
     if mine is None or not others or not works:
         return Reason()
-    # No line stands out: everything takes longer, or code outside of Python does.
+    # No line stands out: all lines take longer, or code outside of Python does.
     fact = (
         f"its training thread runs {shown_ms(lag.cpu)} a step longer, at the same lines "
         "as the others: heavier data, or a slower core"
@@ -371,8 +371,8 @@ def _allocators_differ(
 ) -> bool:
     """Return whether page faults of code that all ranks run explain a surplus.
 
-    One allocator returns its memory to the kernel, the others keep theirs. On a crowded machine,
-    this varies.
+    One rank's allocator returns its memory to the kernel, and those of the others keep theirs. On a
+    crowded machine, this varies.
     """
     alone = place is not None and not place.others
     return not (lag.calm or alone) and _allocates(lag, mine, others)
@@ -405,8 +405,8 @@ def _for_wait(mine: Profile | None, others: Sequence[Profile], place: Spot) -> R
 
 
 def _for_slow_core(run: Run, lag: Lag, mine: Profile, others: Sequence[Profile]) -> Reason | None:
-    """Explain most of a surplus by a lower clock of the core; None if it does not."""
-    # By rank, in kHz: the highest clock that was read from its core, and the highest possible one.
+    """Explain most of a surplus by a lower clock of the core. None if it does not explain it."""
+    # By rank, in kHz: the highest clock read from its core, and the highest possible one.
     clocks = {
         each.rank: (each.clock, each.most)
         for record in run.supervisor.of(ProfileRequestRecord)
@@ -461,8 +461,8 @@ def _for_crowded_core(
         numbers = f"core {cores[0]}" if len(cores) == 1 else f"{len(cores)} cores"
         words += f": it is pinned to {numbers}"
         fix = (
-            "Give the rank cores that nothing else uses, its own loader workers and threads "
-            "included (os.sched_setaffinity, taskset, numactl), or do not pin it."
+            "Give the rank cores that nothing else uses, not even its own loader workers and "
+            "threads (os.sched_setaffinity, taskset, numactl), or do not pin it."
         )
         location = _location(mine.calls("sched_setaffinity") or mine.calls("cpu_affinity"))
     busy = _busy_processes(run, lag.rank)
@@ -479,7 +479,7 @@ def _for_crowded_core(
 
 
 def _busy_processes(run: Run, rank: Rank) -> list[BusyProcess]:
-    """Return the processes other than the rank that used the machine while stacks were sampled."""
+    """Return the other processes that used the machine while stacks were sampled."""
     own = rank.status.pid if rank.status is not None else 0
     return [
         each
@@ -524,7 +524,7 @@ def _usual(others: Sequence[Profile], name: str) -> float:
 
 
 def _more(mine: Profile, others: Sequence[Profile], name: str) -> float:
-    """Return a counter's mean over steps beyond that of the others."""
+    """Return the excess of a counter's mean over steps beyond that of the others."""
     return mine.a_step(name) - _usual(others, name)
 
 

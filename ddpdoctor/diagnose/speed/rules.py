@@ -62,7 +62,7 @@ def straggler(run: Run) -> Iterator[Finding]:
     What it finds
         A rank whose own time (data, forward, backward compute, optimizer, and its code in between)
         exceeds the others' by more than 15 % of a step, while they wait that much longer in the
-        all-reduce: in three of four steps, or regularly, in every 10th step, say. Stack samples
+        all-reduce: in three of four steps, or regularly, such as in every 10th step. Stack samples
         show the line, and whether it computes, sleeps, waits for a lock or a disk, or has no core.
         The driver shows how its GPU differs.
 
@@ -83,8 +83,8 @@ def straggler(run: Run) -> Iterator[Finding]:
 
     When it stays silent
         In the first 30 steps (16 periods), if no rank waits for the difference, for steps with a
-        rank in the debugger, and for waits for a core that other ranks have, too. In a shorter job,
-        the rank must be twice as slow, and 20 ms slower, in 8 steps, at a line that samples show.
+        rank in the debugger, and if the other ranks wait for cores as well. In a shorter job, the
+        rank must be twice as slow, and 20 ms slower, in 8 steps, at a line that samples show.
         On GPUs, DDP times every hundredth step: a slow backward must show in 6 of them, and take
         twice the others' time if all GPUs are shared with other processes.
     """
@@ -136,7 +136,7 @@ def _over(run: Run) -> bool:
 
 
 WAITS_FOR_CORE = 0.05
-"""Minimum ratio of a step without a core that shows an overloaded machine."""
+"""Minimum fraction of a step without a core that shows an overloaded machine."""
 PARTS = 8
 """Number of parts into which the steps are divided, so that one long wait affects only one."""
 MIN_STARTING_NS = 5_000_000_000
@@ -146,19 +146,19 @@ MIN_STARTING_NS = 5_000_000_000
 class DataWait(NamedTuple):
     """A rank's wait for data in a step: medians of steps or of stretches of them."""
 
-    share: float  # As a part of the step
+    share: float  # As a fraction of the step
     wait: float  # In nanoseconds
     total: float  # The whole step, in nanoseconds
-    of_passes: bool  # Whether most of it is in the first steps of passes over the data
+    of_passes: bool  # Whether most of the wait is in the first steps of passes over the data
 
 
 def _runs_ahead(rank: Rank) -> bool:
-    """Return whether the device's times are unknown. The host's do not show them."""
+    """Return whether the device's times are unknown, which the host's do not show."""
     return bool(unclocked(rank)) or (rank.opened.backend.startswith("nccl") and not on_gpu(rank))
 
 
 def _data_wait(run: Run, rank: Rank) -> DataWait | None:
-    """Return a rank's wait for data. None if it is no evidence about the loader."""
+    """Return a rank's wait for data. None if it proves nothing about the loader."""
     if _runs_ahead(rank):
         return None
     steps = [
@@ -261,8 +261,8 @@ def data_bound(run: Run) -> Iterator[Finding]:
 
 
 CROWDED_STAGE = 1.5
-"""Additional factor for a stage that waits longer for a core than it works. Its time without these
-waits is not exact."""
+"""Additional factor for a stage that waits longer for a core than it works, because its time
+without these waits is not exact."""
 
 
 @rule("DDP612", "uneven-stages", Severity.WARNING, lapses=pace)
@@ -280,8 +280,8 @@ def uneven_stages(run: Run) -> Iterator[Finding]:
 
     How to fix it
         Move the cut, so that the stage has fewer layers: time the layers, forward and backward, and
-        cut where the largest sum is smallest, as `--split auto` of
-        sample_jobs/hybrid_pipeline.py does. If it is the data, load it faster.
+        minimize the largest sum, as `--split auto` of sample_jobs/hybrid_pipeline.py does. If the
+        stage waits for its data, load them faster.
 
     Example
         Wrong: cut = 2  # stage 1 has the other 13 layers
@@ -331,7 +331,7 @@ def uneven_stages(run: Run) -> Iterator[Finding]:
 
 
 def _counts(lag: Lag, over: bool) -> bool:
-    """Return whether the stage's own time explains it, rather than a crowded machine."""
+    """Return whether the stage's own time explains the lag, rather than a crowded machine."""
     works = lag.cpu >= MIN_WAITED * lag.gap
     sure = lag.calm or (lag.sure and lag.phase != "data")
     enough = MIN_STAGE_FACTOR * (CROWDED_STAGE if lag.cores[0] > lag.own[0] else 1)

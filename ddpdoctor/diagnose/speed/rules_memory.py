@@ -30,7 +30,7 @@ from ddpdoctor.run.records.memory import Holder, HoldersRecord
 from ddpdoctor.run.snapshot import Run
 
 LATE_LOOKS = 5  # Number of samples after which the search for an object ends
-MAX_STEPS_LEFT = 10_000_000  # Maximum number of steps until full memory that a finding names
+MAX_STEPS_LEFT = 10_000_000  # Maximum number of steps until full memory to report
 
 
 class Words(NamedTuple):
@@ -52,8 +52,8 @@ def words_for(holder: Holder) -> Words:
     if holder.sort == "graph":
         return Words(
             f"{name} keeps the graph of each step",
-            f"Add numbers: `{short} += loss.item()`, or `.detach()` what one step passes on to the "
-            "next.",
+            f"Add numbers: `{short} += loss.item()`, or `.detach()` the tensors that a step passes "
+            "on to the next.",
         )
     if holder.graph:
         kept = (
@@ -126,8 +126,8 @@ def memory_grows(run: Run) -> Iterator[Finding]:
         Right: history.append(loss.item())
 
     When it stays silent
-        Below 32 MiB (192 MiB and a quarter if no name is found), for growth that slows down or
-        comes back, buffers with a maximum size, names that the code cuts, clears, or makes again in
+        Below 32 MiB (192 MiB and a quarter if no name is found), for growth that slows down or is
+        undone, buffers with a maximum size, names that the code truncates, clears, or re-creates in
         each pass, a data set's cache in the first pass, and for steps that get heavier.
     """
     grown = [each for each in map(growing, run.last) if each is not None]
@@ -144,7 +144,7 @@ def memory_grows(run: Run) -> Iterator[Finding]:
 
 
 def _surely(run: Run, found: Grows) -> bool:
-    """Return whether growth without a known object is neither warm-up nor due to larger batches."""
+    """Return whether growth without a known object is not due to warm-up or larger batches."""
     strict = growing(found.rank, MIN_UNEXPLAINED)
     records = found.rank.records.of(HoldersRecord)
     return (
@@ -175,8 +175,8 @@ def _finding(
         soon = f"; it is full in about {count(_rounded(left), 'step')}{_time(found, left)}"
     words = Words(
         "no Python object that its code can reach holds it",
-        "Suspect a C or C++ extension, or a library that keeps what it was given: leave them out "
-        "one by one, or run the rank under a heap profiler (`memray run --native`).",
+        "Suspect a C or C++ extension, or a library that keeps its inputs: leave them out one by "
+        "one, or run the rank under a heap profiler (`memray run --native`).",
     )
     evidence = [
         f"{binary_size(growth.low)} at step {growth.start}, {binary_size(growth.high)} at step "
@@ -245,25 +245,26 @@ def worker_memory_grows(run: Run) -> Iterator[Finding]:
     """The memory of a DataLoader's workers grows as they read the data set.
 
     What it finds
-        A worker process whose memory rises. Either it copies pages that it shared with its rank:
-        reading a Python object changes its reference count and so its page. Then the data set has
-        a large list, tuple or dict of Python objects. Or the worker keeps what it has loaded, and
-        its memory rises evenly.
+        A worker process whose memory rises. Either the data set has a large list, tuple or dict of
+        Python objects, and the worker copies pages that it shared with its rank: reading an object
+        changes its reference count, and so its page. Or the worker keeps the data that it has
+        loaded, and its memory rises evenly.
 
     Why it is bad
-        With 8 ranks of 8 workers a list of 2 GB becomes 128 GB, and the kernel kills a rank.
+        With 8 ranks and 8 workers each, a list of 2 GB becomes 128 GB, and the kernel kills a rank.
 
     How to fix it
-        Hold large tables in a NumPy array, a tensor, or an Arrow table, whose elements are no
-        Python objects. Bound caches in `__getitem__`, and divide their size by the workers.
+        Hold large tables in a NumPy array, a tensor, or an Arrow table, whose elements are not
+        Python objects. Bound caches in `__getitem__`, and divide their size by the number of
+        workers.
 
     Example
         Wrong: self.paths = [str(p) for p in folder.rglob("*.jpg")]  # millions
         Right: self.paths = numpy.array([str(p) for p in folder.rglob("*.jpg")], dtype=numpy.bytes_)
 
     When it stays silent
-        Below 48 MiB a worker, for what a worker keeps if that slows down, and for copies if the
-        data set has no container of 16 MiB and more.
+        Below 48 MiB per worker, for growth that slows down unless the worker copies pages, and for
+        copies if the data set has no container of 16 MiB or more.
     """
     found = [each for each in map(growing_worker, run.last) if each is not None]
     if not found:
