@@ -11,7 +11,7 @@ from ddpdoctor.core.opening import whole
 from ddpdoctor.failures.entry import Weight
 from ddpdoctor.failures.lines import shortened, users_file
 from ddpdoctor.failures.occurrences import Occurrence, name_of
-from ddpdoctor.failures.table import ADVICE
+from ddpdoctor.failures.table import KINDS, PHASES, PHRASES, Advice, Phase
 from ddpdoctor.failures.tracebacks import FRAME
 
 # -- Exceptions that the table of failures does not know
@@ -28,6 +28,9 @@ _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]|.*[/\\]python\d[\d.
 """The directory of a library's package in a path."""
 
 _IN_WORKER = re.compile(r"_utils[/\\]worker\.py\"|Caught \w+ in DataLoader worker")
+_RAISES = re.compile(r"\n +raise\b[^\n]*\n(?! *File )[^\n]*\Z")
+"""The end of a traceback whose innermost line raises its exception itself."""
+
 _COLLATES = re.compile(r"_utils[/\\]collate\.py\"")
 
 
@@ -65,6 +68,18 @@ def where(first: Occurrence) -> Iterator[str]:
         yield f"{'raised in' if first.text else 'the last frame shown is'} {places[-1]}"
 
 
+def phase(first: Occurrence) -> Phase | None:
+    """Return what a process was doing when it raised an exception, by the innermost frame."""
+    frames: list[str] = []
+    for text in () if first.interleaved else first.traceback.splitlines():
+        if FRAME.match(text):
+            frames.append(text)
+        elif frames:
+            frames[-1] += f"\n{text}"
+    found = (each for frame in reversed(frames) for each in PHASES if each.frame.search(frame))
+    return next(found, None)
+
+
 def for_exception(first: Occurrence, failed: Collection[int], all_: Sequence[Occurrence]) -> str:
     """Return what to do about an exception that the table does not know.
 
@@ -73,9 +88,14 @@ def for_exception(first: Occurrence, failed: Collection[int], all_: Sequence[Occ
         failed: The ranks that raised it.
         all_: All occurrences in the run.
     """
-    worker, own = _by_worker(first), of_text(first.text) if first.text else _CUT
+    worker, own = _by_worker(first), of_text(first.text, first.traceback)
+    if not first.text:
+        known = phase(first)
+        own = f"{known.usual} {_CUT}" if known is not None else _CUT
     own = own or (_by_place(first) if not worker else "")
-    return " ".join(filter(None, (worker, own, _by_rank(failed, all_), _FIRST)))
+    steps = [*filter(None, (worker, own, _by_rank(failed, all_)))]
+    others = any(e.rank is not None and e.rank not in failed for e in all_)
+    return " ".join([*steps, *([_FIRST] if others or not steps else ())])
 
 
 def _by_worker(first: Occurrence) -> str:
@@ -100,12 +120,11 @@ def _by_place(first: Occurrence) -> str:
         return ""
     place, checks = places[-1], first.text.startswith("AssertionError")
     if users_file(place.path):
-        if checks:
+        if checks or _RAISES.search(first.traceback):
             return "It is a check of the script: print what it compares, on that rank."
-        lookup = first.text.startswith(("KeyError", "IndexError"))
-        return (
-            "Print the keys, or the length, just before that line, on that rank." if lookup else ""
-        )
+        if first.text.startswith(("KeyError", "IndexError")):
+            return "Print the keys, or the length, just before that line, on that rank."
+        return "`ddpdoctor run --debug-on-error` holds that rank there, with its variables."
     if checks:
         return (
             f"It is a check of {place.package}, whose condition stands at {place.short}:"
@@ -115,10 +134,13 @@ def _by_place(first: Occurrence) -> str:
     return f"See what {passed}, and whether its installed version is the one that is meant."
 
 
-def of_text(text: str) -> str:
+def of_text(text: str, traceback: str = "", advice: Sequence[Advice] = (*PHRASES, *KINDS)) -> str:
     """Return advice by an exception's own words. Empty if there is none."""
-    found = ((pattern.search(text), advice) for pattern, advice in ADVICE)
-    return next((match.expand(advice) for match, advice in found if match), "")
+    for each in advice:
+        found = each.pattern.search(text)
+        if found and each.within.search(f"{traceback}\n{text}"):
+            return found.expand(each.step)
+    return ""
 
 
 def _by_rank(failed: Collection[int], all_: Sequence[Occurrence]) -> str:
@@ -157,22 +179,23 @@ _PREPARES = re.compile(
     r"|validat)"
 )
 _SLOW = (
-    "Where one rank prepares data or saves while the others wait: do it before the start, or "
-    "init_process_group(timeout=timedelta(hours=2))."
+    "The line before it shows preparation or a save, for which the other ranks waited: do it "
+    "before the start, or set init_process_group(timeout=timedelta(hours=2))."
 )
 
 
-def for_timeout(first: Occurrence, all_: Sequence[Occurrence]) -> str:
-    """Return what else to do after a timeout of NCCL, as far as the log shows it."""
+def for_timeout(first: Occurrence, fix: str, all_: Sequence[Occurrence]) -> str:
+    """Add to a fix what else to do after a timeout of NCCL, as far as the log shows it."""
     if name_of(first) not in ("nccl-timeout", "watchdog-stuck", "timed-out-elsewhere"):
-        return ""
+        return fix
     texts = [each.text for each in all_]
     off = any("FlightRecorder is disabled" in text for text in texts)
     dumped = any("preparing to dump debug info" in text for text in texts)
     steps = (
-        _FIRST_ONE if first.groups.get("seq") == "1" else "",
         _SLOW if _PREPARES.search(first.doing) else "",
+        fix,
+        _FIRST_ONE if first.groups.get("seq") == "1" else "",
         _DUMPED if dumped and not off else "",
         _RECORD,
     )
-    return "".join(f" {step}" for step in steps if step)
+    return " ".join(filter(None, steps))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import html
+import json
 import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import PurePath
@@ -24,13 +25,14 @@ from ddpdoctor.core.user_code import Location, user_file
 _WHO = "|".join(
     (
         r"\[pod/(?P<pod>[^\]\s]+)\] ",  # kubectl logs --prefix
+        r"<\w*> +\[[\d: -]{19}Z?\] (?P<allocation>[0-9a-f]{6,12}) \|\| ?",  # Determined AI
         r"(?P<service>(?=\S*[\d_-])\w[\w.@-]*) +\| ?",  # docker compose
         r"(?:[A-Z][a-z]{2} [ \d]\d [\d:]{8}(?:\.\d+)? )?"
         r"(?P<host>[\w.-]+) (?P<unit>[\w./@-]+\[\d+\]): ",  # journald, syslog
         r"\((?P<actor>(?:[\w.:-]+,? )?(?:\w+=\d+, )*pid=\d+(?:, ip=[\w.:-]+)?"
         r"|Worker[\w -]{0,20})\) ",  # Ray, SkyPilot, vLLM
         # pdsh; urllib3.exceptions.MaxRetryError is no host, and train_2d.py neither.
-        r"(?P<node>(?=[\w.-]*\d)(?![\w.-]*\.(?:[A-Z]|error: |py: ))[a-z][\w.-]*"
+        r"(?P<node>(?=[\w.-]*\d)(?!python|[\w.-]*\.(?:[A-Z]|so\b|error: |py: ))[a-z][\w.-]*"
         r"|\d+\.\d+\.\d+\.\d+): ",
     )
 )
@@ -40,6 +42,7 @@ _NUMBER = "|".join(
     (
         r"\[[A-Za-z_]+(?P<role>\d+)\]:[ ]?",  # torchrun --tee: role and local rank
         r"\[\d+,(?:mpirank:)?(?P<mpi>\d+)(?:,[\w.-]+)?\]<std(?:err|out|diag)>:[ ]?",  # mpirun
+        r"\[(?P<horovod>\d+)\]<std(?:err|out)>:[ ]?",
         r" {0,3}(?P<task>\d{1,5}): ",  # srun --label, which aligns the numbers
         r"\[rank: (?P<lightning>\d+)\] ",
         r"\[(?P<bare>\d{1,4})\]: ",
@@ -67,8 +70,8 @@ _PREFIX = re.compile(
 )
 TASK = "task "  # Prefix of a task's number in ``Line.who``
 
-_NAMES = ("pod", "service", "host", "actor", "node")
-_LOWEST = ("role", "mpi", "task", "lightning", "bare")
+_NAMES = ("pod", "allocation", "service", "host", "actor", "node")
+_LOWEST = ("role", "mpi", "horovod", "task", "lightning", "bare")
 _RANK_WORD = re.compile(r"\[(?:[\w ()-]{0,80} )?Rank (\d+)\]")
 
 _BAR = re.compile(
@@ -153,11 +156,13 @@ _ITEMS = re.compile(r"\\n['\"](?:, ['\"]|\]\s*$)")
 
 _OF_LIST = re.compile(r"  File \"|\\n['\"]\]\s*$")  # In a piece of such a list, which srun cuts
 
-_RECORD = re.compile(
-    r'\{(?:[^\n]{0,200}?[,{]\s?)?"(?:log|data|message|msg|line|text)":\s?"((?:[^"\\]|\\.)*?)(?:\\[rn])*"'
-    r"[^\n]*\}\s*$"
-)
-"""A line as a record in JSON, as docker and structured loggers write it."""
+_SAID = ("log", "data", "jsonPayload", "message", "@message", "msg", "line", "event", "body")
+_SAID += ("text", "textPayload", "exc_info", "exc_text", "exception", "error", "err")
+_SAID += ("stack_trace", "stacktrace", "stack", "traceback")
+"""Keys of the texts in a record in JSON, as docker and structured loggers write a line."""
+
+_MAX_NESTED = 3  # Maximum depth of records within a record
+
 _ELEMENT = re.compile(r'\s*"((?:[^"\\]|\\.)*?)(?:\\n)?",?\s*$')
 """A line as an element of an array in JSON, as notebooks keep their output."""
 
@@ -246,8 +251,8 @@ def _mark_of(text: str) -> str:
 
 def _unquoted(text: str) -> list[str]:
     """Return the lines in one: of a traceback in JSON or a ``repr``, and of joined lines."""
-    if "py_callstack" not in text and (record := _RECORD.match(text)) is not None:
-        text = record[1].replace('\\"', '"')
+    if text.startswith("{") and "py_callstack" not in text:
+        text = _of_record(text) or text
     if (reported := _REPORTED.match(text)) is not None:
         return reported[1].replace('\\"', '"').split("\\n")
     if (element := _ELEMENT.match(text)) is not None:
@@ -263,6 +268,25 @@ def _unquoted(text: str) -> list[str]:
     elif text.count(HEAD) > 1 or text.count('  File "') > 1:
         text = _GLUED.sub("\n", _PADDED.sub("\n  ", text))
     return text.split("\n")
+
+
+def _of_record(text: str) -> str:
+    """Return the texts of a record in JSON. Empty if it has none."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return ""
+    return "\n".join(_texts(record, _MAX_NESTED)).rstrip()
+
+
+def _texts(value: object, depth: int) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value.rstrip()
+    elif isinstance(value, list) and all(isinstance(each, str) for each in value):
+        yield from map(str.rstrip, value)
+    elif isinstance(value, dict) and depth:
+        for key in _SAID:
+            yield from _texts(value.get(key), depth - 1)
 
 
 def _text(raw: bytes) -> str:

@@ -24,7 +24,7 @@ if not os.environ.get("DDPDOCTOR_PURE_PYTHON"):
 
 COMMON = (
     HEAD, "rror", "ERROR", "FATAL", "ailed", "xception", "NCCL WARN", "atchdog", "exitcode",
-    "exit code", "return code", "ignal", "nterrupt", "Killed", "core dumped", "Segmentation fault",
+    "xit code", "return code", "ignal", "nterrupt", "Killed", "core dumped", "Segmentation fault",
     "what():", "terminate called", "out of memory", ": line ",
 )  # fmt: skip
 """Texts of most failures."""

@@ -56,6 +56,13 @@ _CONTINUED = re.compile(
 """Unindented lines of torch's and MPI's messages."""
 
 
+_UNSAID = re.compile(
+    r"^(?![\w.]*ChildFailed)[\w.]+(?:Error|Exception): *$|to see its traceback\): *$"
+)
+"""The end of an exception's line whose message stands on the next ones."""
+
+_MAX_UNSAID = 4  # Maximum number of these lines
+
 _UNREADABLE = ("SyntaxError", "IndentationError", "TabError")
 _WRITER = "event_file_writer.py"
 _STARTS = re.compile(r"^<|[/\\]threading\.py$")  # Files in which Python starts a module or a thread
@@ -178,7 +185,8 @@ class Printed:
         if self.uncaught:
             return True
         if self.complete:
-            said = kind in (Kind.OTHER, Kind.EXCEPTION) and self._says_more(text)
+            begins = number == self.last + 1 and self._is_unsaid
+            said = kind in (Kind.OTHER, Kind.EXCEPTION) and (begins or self._says_more(text))
             frame = FRAME.match(text)
             if frame is not None:
                 # Without a function it is a SyntaxError in another process's file.
@@ -194,8 +202,14 @@ class Printed:
     def _says_more(self, text: str) -> bool:
         cut = text.startswith(": ") and self.lines[-1].isidentifier()
         last = self.lines[-1]
-        follows = last.startswith("Last error:") or last.endswith("to see its traceback):")
-        return says_more(text) or cut or self.torn or follows
+        return says_more(text) or cut or self.torn or last.startswith("Last error:")
+
+    @property
+    def _is_unsaid(self) -> bool:
+        """Whether the message of its exception stands on the next lines."""
+        at = self.headline
+        unsaid = at is not None and _UNSAID.search(self.lines[at]) is not None
+        return unsaid and len(self.lines) - (at or 0) <= _MAX_UNSAID
 
     def add(self, text: str, kind: Kind, number: int) -> None:
         """Add a line that fits. srun may cut a line in two."""
@@ -288,6 +302,8 @@ class Printed:
         if at is None:
             return ""
         first, *more = (text for text in self.lines[at:] if text.strip())
+        if first.rstrip().endswith(":") and more:
+            first = f"{first.rstrip()} {more.pop(0).strip()}"
         return "\n".join([untangled(first), *more])
 
     @property

@@ -24,6 +24,7 @@ from ddpdoctor.failures.occurrences import (
     name_of,
     split,
 )
+from ddpdoctor.failures.table import PHRASES
 
 # -- Ranks of torchrun's report, for exceptions without a rank
 
@@ -194,7 +195,7 @@ def _was(ranks: tuple[int, ...]) -> str:
 
 
 _OF_GPU = re.compile(r"(?i)cuda|nvidia|nccl|gpu|driver")
-_STATUSES = ("exit-status", "crash-status", "abort-status")
+_STATUSES = ("exit-status", "crash-status", "bus-error", "abort-status")
 """Ends of processes as their launcher reports them, which may follow from other ends."""
 
 ONE_RUN = 7 * 86_400.0
@@ -621,7 +622,8 @@ def _raised(first: Occurrence, alike: Sequence[Occurrence]) -> Occurrence:
 def _fix(first: Occurrence, failed: Collection[int], all_: Sequence[Occurrence]) -> str:
     if first.failure is None:
         return advice.for_exception(first, failed, all_)
-    return first.failure.advised(first.groups) + advice.for_timeout(first, all_)
+    own = advice.of_text(first.text, first.traceback, PHRASES)
+    return own or advice.for_timeout(first, first.failure.advised(first.groups), all_)
 
 
 def _of_late(
@@ -638,8 +640,12 @@ def _of_late(
         ranks=late.ranks,
         location=first.location,
         evidence=(*seen, *_facts(own[0] if own else first, all_)),
-        fix="See what it did instead: a branch on the rank, batches of unequal number, a slow save "
-        "or evaluation, a crash. `ddpdoctor run` names the line." + advice.for_timeout(first, all_),
+        fix=advice.for_timeout(
+            first,
+            "See what it did instead: a branch on the rank, batches of unequal number, a slow save "
+            "or evaluation, a crash. `ddpdoctor run` names the line.",
+            all_,
+        ),
         traceback=first.traceback,
     )
 
@@ -700,8 +706,8 @@ def _scale_fell(before: Sequence[Occurrence]) -> Iterator[str]:
 def _warned(first: Occurrence, before: Sequence[Occurrence]) -> Iterator[str]:
     """Return earlier warnings that may explain it: the first ones of NCCL, or the last of any."""
     shown = []
-    if not first.text or name_of(first) in _STATUSES:
-        shown = [each for each in before if each.weight == Weight.REMARK][-_SHOWN:]
+    if not first.text or name_of(first) in ("killed-status", *_STATUSES):
+        shown = [e for e in before if e.weight in (Weight.REMARK, Weight.BARE)][-_SHOWN:]
     elif first.weight != Weight.CAUSE or "nccl" in first.text.lower():
         shown = [each for each in before if name_of(each) == "nccl-warn"][:_SHOWN]
     yield from (f"before: {_printed(each)}" for each in shown)
@@ -791,7 +797,8 @@ def _sentence(first: Occurrence, likely: bool) -> str:
     probably = "likely " if likely else ""
     subject = _subject(first)
     if first.failure is None and not first.text:
-        return f"{subject} {probably}raised {_CUT}"
+        known = advice.phase(first)
+        return f"{subject} {probably}raised {_CUT}{f', as it {known.doing}' if known else ''}"
     if first.failure is None:
         return f"{subject} {probably}raised {shortened(first.text.partition(chr(10))[0], 200)}"
     return f"{subject} {probably}{first.failure.said(first.groups)}"

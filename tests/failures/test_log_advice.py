@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpdoctor.failures.table import ADVICE
+from ddpdoctor.failures.table import KINDS, PHASES, PHRASES
 from tests.support.log_lines import one
 
 _LIBRARY = "/opt/lib/python3.11/site-packages"
@@ -34,7 +34,7 @@ def raised(*lines: str, rank: int = 1) -> str:
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        (("ModuleNotFoundError: No module named 'apex.amp'",), "pip show apex.amp` in"),
+        (("ModuleNotFoundError: No module named 'apex.amp'",), "pip show apex` in"),
         (("ImportError: cannot import name 'x' from 'y' (/y.py)",), "another version"),
         (("TypeError: f() got an unexpected keyword argument 'dtype'",), "another version"),
         (("FileNotFoundError: [Errno 2] No such file or directory: 'a'",), "working directory"),
@@ -47,8 +47,25 @@ def raised(*lines: str, rank: int = 1) -> str:
         (("ValueError: Invalid rank 4, rank should be in the interval",), "leave both out"),
         (("IndexError: Target 10 is out of bounds.",), "outside of 0..classes-1"),
         (("x.Timeout: The file lock '/c/x.lock' is held",), "holds the lock"),
-        (("KeyError: 'image'",), "Print the keys"),
-        ((*_IN, "AssertionError: 96 is not divisible by 64"), "megalib/core/layers.py:52: compare"),
+        (("KeyError: 'image'",), "lacks that key"),
+        (("KeyError: 'velocity'",), "Print the keys"),
+        (("KeyError: 'state_dict'",), "The checkpoint has other keys"),
+        (("NameError: name 'meter' is not defined",), "Nothing sets meter"),
+        (("UnboundLocalError: local variable 'x' referenced",), "this rank did not take"),
+        (("AttributeError: 'NoneType' object has no attribute 'log'",), "rank 0 alone makes"),
+        (("AttributeError: 'Net' object has no attribute 'pos'",), "This Net has no pos"),
+        (("TypeError: '<=' not supported between instances of 'float' and 'str'",), "1.0e-5"),
+        (("ZeroDivisionError: division by zero",), "fewer samples"),
+        (("ValueError: num_samples should be a positive integer value",), "is empty"),
+        (("ModuleNotFoundError: No module named 'utils.misc'",), "folder of the project"),
+        (("ModuleNotFoundError: No module named 'megacv._ext'",), "without its compiled part"),
+        (("OSError: org/net is not a local folder and is not a valid model",), "HF_TOKEN"),
+        (("ImportError: it requires `megalib>=0.20.1`: pip install",), "Install megalib >=0.20.1"),
+        (("SyntaxError: invalid syntax",), "older Python"),
+        (("    raise ValueError(text)", "ValueError: bad"), "check of the script"),
+        (("RuntimeError: bad",), "--debug-on-error"),
+        ((*_IN, "AssertionError: 96 is not divisible by 64"), "tensor-parallel size"),
+        ((*_IN, "AssertionError: bad layers"), "megalib/core/layers.py:52: compare"),
         (("AssertionError: no data",), "check of the script"),
         ((*_IN, "ValueError: bad"), "See what /job/train.py:9 passes to megalib"),
         ((*_WORKER, *_COLLATE, "KeyError: 'image'"), "The samples of a batch differ"),
@@ -60,6 +77,30 @@ def test_an_exception_comes_with_the_next_step(lines: tuple[str, ...], said: str
     found = one(raised(*lines))
     assert found.code == "DDP901"
     assert said in found.fix
+
+
+@pytest.mark.parametrize(
+    ("frames", "doing", "step"),
+    [
+        ((f'  File "{_LIBRARY}/torch/optim/adamw.py", line 9, in step',), "step", "full"),
+        (('  File "/job/train.py", line 9, in run', "    loss.backward()"), "backward", "full"),
+        (('  File "/job/train.py", line 9, in run', "    net = DDP(net)"), "in DDP", "NCCL"),
+        (('  File "/job/train.py", line 9, in <module>', "    import megalib"), "import", "built"),
+        (('  File "/job/a.py", line 9, in run', "    torch.save(x, path)"), "saved", "disk"),
+    ],
+)
+def test_an_exception_without_its_message_says_what_it_was_doing(
+    frames: tuple[str, ...], doing: str, step: str
+) -> None:
+    found = one(raised(*frames))
+    assert "cut off in the log, as it " in found.message and doing in found.message
+    assert step in found.fix and "names the exception" in found.fix
+
+
+def test_words_that_are_nearer_than_a_failure_replace_its_fix() -> None:
+    said = "stack expects each tensor to be equal size, but got [3] at entry 0 and [4] at entry 1"
+    found = one(raised(f"RuntimeError: {said}"))
+    assert (found.code, "collate_fn" in found.fix) == ("DDP959", True)
 
 
 def test_the_line_of_a_library_is_named_beside_the_users() -> None:
@@ -97,6 +138,7 @@ def test_lines_and_paths_of_any_length_are_read() -> None:
 
 
 def test_advice_is_in_whole_sentences_and_looks_only_so_far_ahead() -> None:
-    for pattern, advice in ADVICE:
-        assert advice.endswith("."), advice
+    steps = [each[:2] for each in (*PHRASES, *KINDS)]
+    for pattern, step in (*steps, *((each.frame, each.usual) for each in PHASES)):
+        assert step.endswith("."), step
         assert "[^\\n]*" not in pattern.pattern and ".*" not in pattern.pattern

@@ -413,3 +413,25 @@ def test_a_file_that_is_no_log_is_told(
     told = "".join(capsys.readouterr())
     assert said in told
     assert ("nothing in it" in told or "does not begin" in told) == bool(said)
+
+
+def test_a_record_in_json_with_the_traceback_beside_its_message_is_read() -> None:
+    for key, said in (
+        ("exc_info", TRACEBACK),
+        ("stack_trace", TRACEBACK.splitlines()),
+        ("jsonPayload", {"error": {"stack": TRACEBACK}}),
+    ):
+        record = json.dumps({"level": "error", "message": "it failed", key: said})
+        assert one(f"{record}\n").message == "a process of the job raised ValueError: bad batch"
+
+
+def test_the_prefixes_of_horovodrun_and_determined_are_read() -> None:
+    assert one(prefixed("[3]<stderr>:")).ranks == (3,)
+    container = "<info>    [2026-09-03 15:46:37] 087c0ee7 || "
+    assert "a process of 087c0ee7 raised ValueError" in one(prefixed(container)).message
+
+
+def test_a_library_or_program_before_a_colon_is_no_node() -> None:
+    assert split_line("libcudart.so.11.0: cannot open shared object").who == ""
+    assert split_line("python3: command not found").who == ""
+    assert split_line("node3: ready").who == "node3"

@@ -135,7 +135,7 @@ def test_how_an_error_returned_is_told_if_nothing_else_is() -> None:
     said = "h7:31:90 [2] NCCL INFO misc/socket.cc:77 -> 2 (No route to host)\n"
     found = one(f"start\n{said}{_HOW}")
     assert (found.code, found.severity.label) == ("DDP922", "error")
-    assert found.message.endswith("(its socket.cc): No route to host")
+    assert found.message.endswith("(in socket): No route to host")
     assert not findings(read("job.log", [(said + _HOW + STEPS).encode()]))
 
 

@@ -309,3 +309,64 @@ def test_a_message_that_srun_cut_off_behind_the_colon() -> None:
     labelled = "".join(f"0: {line}\n" for line in text.splitlines())
     found = one(labelled + "0: Traceback (most recent call last):\n")
     assert "raised FileNotFoundError: [Errno 2] No such file: 'a.txt'" in found.message
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("123.batch    batch                user       8    OUT_OF_ME+    0:125", "DDP903"),
+        ("123          train        gpu     user       8     FAILED      1:0", "DDP907"),
+        ("kernel: process 77 (python) was killed by the OOM killer", "DDP903"),
+        ("exec /usr/bin/python: exec format error", "DDP960"),
+        ("/usr/bin/python3: No module named megalib", "DDP960"),
+        ("python3: command not found", "DDP960"),
+        ("rank 3 exited with signal 11", "DDP904"),
+        ("Process 0 exit with status code 137.", "DDP902"),
+        ("ERROR:launcher:Rank 2 crashed with exit code -7.", "DDP904"),
+        ("Exit status 1", "DDP907"),
+        ("train-0   0/1     Error   0   10m", "DDP907"),
+        ("Something went wrong", "DDP900"),
+    ],
+)
+def test_how_schedulers_and_shells_say_that_a_job_ended(line: str, code: str) -> None:
+    assert one(f"{STEPS}{line}\n").code == code
+
+
+@pytest.mark.parametrize("indent", ["", "    "])
+def test_a_message_on_the_lines_after_its_exception_is_read(indent: str) -> None:
+    said = f"RuntimeError: \n{indent}Some tensors share memory.\n{indent}Untie them first.\n"
+    found = one(STEPS + RAISED.format(said))
+    assert found.message.endswith("raised RuntimeError: Some tensors share memory.")
+    assert "safe_serialization=False" in found.fix
+
+
+def test_a_container_that_is_stopped_later_did_not_end_the_job() -> None:
+    first = "mpirun detected that one or more processes exited with non-zero status.\n"
+    named = "  Process name: [[5,1],3]\n  Exit code:    1\n"
+    assert one(f"{first}{named}container failed (exit code 137)\n").code == "DDP907"
+    assert one(f"{first}{named.replace('  1', '  137')}").code == "DDP902"
+
+
+def test_a_rank_that_is_killed_after_an_exception_shows_it() -> None:
+    found = one("[0]<stderr>:RuntimeError: bad\n[0]<stderr>:Killed\n[1]<stderr>:Aborted\n")
+    assert (found.code, found.ranks) == ("DDP902", (0,))
+    assert "before: job.log:1: RuntimeError: bad" in found.evidence
+
+
+def test_a_bus_error_is_of_shared_memory() -> None:
+    assert "df -h /dev/shm" in one(f"{STEPS}Bus error (core dumped)\n").fix
+    assert "df -h" not in one(f"{STEPS}Segmentation fault (core dumped)\n").fix
+
+
+def test_a_store_on_the_own_node_is_rank_0s() -> None:
+    said = "TimeoutError: The client socket has timed out after 1800s while trying to connect to {}"
+    assert "See rank 0's output" in one(RAISED.format(said.format("(127.0.0.1, 57388)."))).fix
+    assert "firewall" in one(RAISED.format(said.format("(10.0.0.4, 57388)."))).fix
+
+
+def test_preparation_before_a_timeout_comes_first() -> None:
+    waited = timeouts(r3=(2, "ALLREDUCE", 1))
+    assert one(f"Running tokenizer: 53% of 500\n{waited}").fix.startswith(
+        "The line before it shows"
+    )
+    assert one(f"epoch 2 of 3\n{waited}").fix.startswith("Compare the numbers")

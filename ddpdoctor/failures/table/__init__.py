@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ddpdoctor.core import plugins
 from ddpdoctor.core.finding import Severity
@@ -66,14 +66,53 @@ def _with_plugins() -> tuple[Failure, ...]:
     return tuple(failures.values())
 
 
-def _advice() -> Iterator[tuple[re.Pattern[str], str]]:
-    text = Path(__file__).with_name("advice.toml").read_text(encoding="utf-8")
-    for pattern, advice in tomllib.loads(text)["advice"]:
-        yield re.compile(pattern), advice
+class Advice(NamedTuple):
+    """The next step after an exception.
+
+    Attributes:
+        pattern: Matches the exception with its message.
+        step: What to do. It can refer to groups of the pattern.
+        within: Matches its traceback.
+    """
+
+    pattern: re.Pattern[str]
+    step: str
+    within: re.Pattern[str]
 
 
-ADVICE = tuple(_advice())
-"""The next step by the text of an exception that is not in the table."""
+class Phase(NamedTuple):
+    """What a process was doing, by a frame of its traceback.
+
+    Attributes:
+        frame: Matches the frame with its source.
+        doing: The predicate of a sentence.
+        usual: What usually fails there.
+    """
+
+    frame: re.Pattern[str]
+    doing: str
+    usual: str
+
+
+def _advice(which: str) -> tuple[Advice, ...]:
+    return tuple(
+        Advice(re.compile(pattern), step, re.compile("".join(within)))
+        for pattern, step, *within in _ADVICE[which]
+    )
+
+
+_ADVICE = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
+
+PHRASES = _advice("phrases")
+"""By certain words. These steps replace the fix of a failure in the table."""
+
+KINDS = _advice("kinds")
+"""By the type of an exception that nothing else explains."""
+
+PHASES = tuple(
+    Phase(re.compile(frame, re.MULTILINE), doing, usual)
+    for frame, doing, usual in _ADVICE["phases"]
+)
 
 TABLE = _with_plugins()
 """All of them; of two that match one line at the same weight, the first one counts."""
