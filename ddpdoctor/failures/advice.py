@@ -157,6 +157,49 @@ def _by_rank(failed: Collection[int], all_: Sequence[Occurrence]) -> str:
     return ""
 
 
+# -- GPU memory
+
+
+_AMOUNT = r"([\d.]+) ([KMG])iB"
+_CAPACITY = re.compile(rf"total capacity of {_AMOUNT}|{_AMOUNT} total capacity")
+_FREE = re.compile(rf"{_AMOUNT} (?:is )?free")
+_USED = re.compile(rf"{_AMOUNT} (?:is allocated by PyTorch|already allocated)")
+_UNUSED = re.compile(rf"{_AMOUNT} is reserved by PyTorch but unallocated")
+_RESERVED = re.compile(rf"{_AMOUNT} reserved in total")
+_GIB = {"K": 2.0**-20, "M": 2.0**-10, "G": 1.0}
+_MUCH = 0.15  # Share of a GPU's memory that is worth a remark
+
+
+def for_memory(first: Occurrence) -> str:
+    """Return who holds the memory of a GPU, as the message of torch's allocator shows it."""
+    capacity, free, used = (_gib(each, first.text) for each in (_CAPACITY, _FREE, _USED))
+    if not capacity or not used or name_of(first) != "gpu-memory":
+        return ""
+    unused = _gib(_UNUSED, first.text) or max(0.0, _gib(_RESERVED, first.text) - used)
+    others = capacity - free - used - unused
+    if others > _MUCH * capacity:
+        return (
+            f"{others:.1f} of the GPU's {capacity:.1f} GiB are held by others than this process's "
+            "tensors: `nvidia-smi` shows an orphan of an earlier job, other ranks on this GPU "
+            "(torch.cuda.set_device(local_rank)), or another user."
+        )
+    if unused > _MUCH * capacity:
+        return (
+            f"{unused:.1f} GiB are reserved, but in pieces that are too small: "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+        )
+    return (
+        f"This process's own tensors hold {used:.1f} of the GPU's {capacity:.1f} GiB: a smaller "
+        "batch on each rank, shorter samples, checkpointed activations, bf16, or FSDP or ZeRO."
+    )
+
+
+def _gib(pattern: re.Pattern[str], text: str) -> float:
+    found = pattern.search(text)
+    number, unit = [each for each in found.groups() if each] if found else ("0", "G")
+    return float(number.rstrip(".") or 0) * _GIB[unit] if number.count(".") < 2 else 0.0
+
+
 # -- Timeouts of NCCL
 
 

@@ -156,9 +156,11 @@ _ITEMS = re.compile(r"\\n['\"](?:, ['\"]|\]\s*$)")
 
 _OF_LIST = re.compile(r"  File \"|\\n['\"]\]\s*$")  # In a piece of such a list, which srun cuts
 
-_SAID = ("log", "data", "jsonPayload", "message", "@message", "msg", "line", "event", "body")
-_SAID += ("text", "textPayload", "exc_info", "exc_text", "exception", "error", "err")
-_SAID += ("stack_trace", "stacktrace", "stack", "traceback")
+_SAID = (
+    *("log", "data", "jsonPayload", "message", "@message", "msg", "line", "event", "body"),
+    *("text", "textPayload", "exc_info", "exc_text", "exception", "error", "err"),
+    *("stack_trace", "stacktrace", "stack", "traceback"),
+)
 """Keys of the texts in a record in JSON, as docker and structured loggers write a line."""
 
 _MAX_NESTED = 3  # Maximum depth of records within a record

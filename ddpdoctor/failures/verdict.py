@@ -622,7 +622,7 @@ def _raised(first: Occurrence, alike: Sequence[Occurrence]) -> Occurrence:
 def _fix(first: Occurrence, failed: Collection[int], all_: Sequence[Occurrence]) -> str:
     if first.failure is None:
         return advice.for_exception(first, failed, all_)
-    own = advice.of_text(first.text, first.traceback, PHRASES)
+    own = advice.for_memory(first) or advice.of_text(first.text, first.traceback, PHRASES)
     return own or advice.for_timeout(first, first.failure.advised(first.groups), all_)
 
 

@@ -142,3 +142,26 @@ def test_advice_is_in_whole_sentences_and_looks_only_so_far_ahead() -> None:
     for pattern, step in (*steps, *((each.frame, each.usual) for each in PHASES)):
         assert step.endswith("."), step
         assert "[^\\n]*" not in pattern.pattern and ".*" not in pattern.pattern
+
+
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ("1.00 GiB already allocated; 0.50 GiB free; 2.00 GiB reserved in total", "by others"),
+        ("4.00 GiB already allocated; 0.50 GiB free; 9.00 GiB reserved in total", "in pieces"),
+        ("8.50 GiB already allocated; 0.50 GiB free; 9.00 GiB reserved in total", "own tensors"),
+        ("1.2.3 GiB already allocated; . GiB free", "See who else holds it"),
+    ],
+)
+def test_who_holds_the_memory_of_a_gpu_is_read_from_the_message(held: str, said: str) -> None:
+    text = "CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 10.00 GiB total capacity; {})"
+    assert said in one(raised(f"RuntimeError: {text.format(held)}")).fix
+
+
+def test_the_newer_message_of_the_allocator_is_read() -> None:
+    said = (
+        "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of 10.00 GiB "
+        "of which 95.75 MiB is free. Of the allocated memory 9.00 GiB is allocated by PyTorch, and "
+        "300.00 MiB is reserved by PyTorch but unallocated."
+    )
+    assert "hold 9.0 of the GPU's 10.0 GiB" in one(raised(f"torch.OutOfMemoryError: {said}")).fix
