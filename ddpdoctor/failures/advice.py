@@ -167,6 +167,7 @@ _USED = re.compile(rf"{_AMOUNT} (?:is allocated by PyTorch|already allocated)")
 _UNUSED = re.compile(rf"{_AMOUNT} is reserved by PyTorch but unallocated")
 _RESERVED = re.compile(rf"{_AMOUNT} reserved in total")
 _GIB = {"K": 2.0**-20, "M": 2.0**-10, "G": 1.0}
+_SMALLER = "Else a smaller batch on each rank, or checkpointed activations."
 _MUCH = 0.15  # Share of a GPU's memory that is worth a remark
 
 
@@ -181,12 +182,12 @@ def for_memory(first: Occurrence) -> str:
         return (
             f"{others:.1f} of the GPU's {capacity:.1f} GiB are held by others than this process's "
             "tensors: `nvidia-smi` shows an orphan of an earlier job, other ranks on this GPU "
-            "(torch.cuda.set_device(local_rank)), or another user."
+            f"(torch.cuda.set_device(local_rank)), or another user. {_SMALLER}"
         )
     if unused > _MUCH * capacity:
         return (
             f"{unused:.1f} GiB are reserved, but in pieces that are too small: "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+            f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. {_SMALLER}"
         )
     return (
         f"This process's own tensors hold {used:.1f} of the GPU's {capacity:.1f} GiB: a smaller "
@@ -218,12 +219,12 @@ _FIRST_ONE = (
     "NCCL_SOCKET_IFNAME (several nodes), one at a time."
 )
 _PREPARES = re.compile(
-    r"(?i)\b(?:map|tokeniz|pre-?process|download|load|cach|pack|index|sav|checkpoint|evaluat"
-    r"|validat)"
+    r"(?i)\b(?:tokeniz|pre-?process|download|load|cach|pack|index|sav|evaluat|validat)\w*ing\b"
+    r"|\b(?:map|tokenize|pre-?process|filter|evaluat|validat)\w*\b[^\n]*\d ?%|running tokenizer"
 )
 _SLOW = (
-    "The line before it shows preparation or a save, for which the other ranks waited: do it "
-    "before the start, or set init_process_group(timeout=timedelta(hours=2))."
+    "The line before it shows preparation, a save or an evaluation: if one rank did that while the "
+    "others waited, do it before the start, or set init_process_group(timeout=timedelta(hours=2))."
 )
 
 

@@ -589,6 +589,9 @@ def _of_first(
     likely = not certain or unordered or (failure is not None and failure.likely)
     alike = [each for each in candidates if _alike(each, first)]
     failed = {each.rank for each in (first, *alike) if each.rank is not None}
+    if len(failed) == 1 and failure is not None and not first.who:
+        # Lines of CUDA and C++ stand without the rank that its launcher or torch names behind them.
+        first = replace(first, rank=min(failed))
     raised = _raised(first, alike)
     too = failed - {first.rank}
     evidence = [

@@ -100,7 +100,7 @@ def _exception(attempt: Attempt, cause: Ending) -> Finding | None:
     fix = "Fix this exception first; failures of other ranks follow from it."
     if not peers:
         fix = "Fix this exception."
-    fix = f"{advice.of_text(cause.text)} {fix}".strip()
+    fix = f"{advice.of_text(cause.text, cause.traceback)} {fix}".strip()
     return attempt.finding(
         "DDP901",
         cause,
