@@ -10,6 +10,8 @@ from ddpdoctor.failures.entry import Failure, Weight, any_of
 from ddpdoctor.failures.table import TABLE
 
 _LAST_ERROR = "Last error:"
+_OF_CUDA = re.compile(r"Cuda failure:? (?:\d+ )?'([^'\n]{1,200})'")
+"""How NCCL prints what torch prints as ``CUDA error: ...``."""
 
 
 @functools.cache
@@ -36,6 +38,10 @@ def recognise(text: str, traceback: str = "") -> tuple[Failure, Mapping[str, str
         # NCCL repeats its warning there.
         own = recognise(_as_warning(text.partition(_LAST_ERROR)[2]))
         if own is not None and own[0].weight > Weight.REMARK:
+            return own
+    if "Cuda failure" in text and (named := _OF_CUDA.search(text)) is not None:
+        own = recognise(f"CUDA error: {named[1]}")
+        if own is not None and own[0].weight >= Weight.CAUSE:
             return own
     best: tuple[Failure, Mapping[str, str]] | None = None
     # Most of the time is spent here. Searching a pattern takes much longer than its literals.

@@ -235,7 +235,7 @@ _START_ERRORS = re.compile(r"(?:IndentationError|SyntaxError|TabError|ModuleNotF
 
 _SCRIPT = re.compile(r'^\s*File "([^"\n]+)", line \d+, in <module>$', re.MULTILINE)
 LAUNCHER = re.compile(
-    r"[/\\]bin[/\\](?:torchrun|accelerate|deepspeed|horovodrun)\"|deepspeed[/\\]launcher[/\\](?:runner|launch)\.py|torch[/\\]distributed[/\\](?:run|launch|launcher[/\\]api)"
+    r"[/\\]bin[/\\](?:torchrun|accelerate|deepspeed|horovodrun)\"|(?:deepspeed[/\\]launcher|composer[/\\]cli|horovod[/\\]runner|colossalai[/\\]cli)[/\\](?:\w+[/\\])?(?:runner|run|launch|launcher|__init__)\.py|torch[/\\]distributed[/\\](?:run|launch|launcher[/\\]api)"
     r"\.py|accelerate[/\\]commands[/\\]launch\.py"
 )
 """In the traceback of a launcher, of which a job has one on each node."""

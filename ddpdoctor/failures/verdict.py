@@ -667,8 +667,13 @@ def _not_understood(first: Occurrence, remarks: Sequence[Occurrence]) -> Finding
         message=f"{_subject(first)} {said or 'likely failed first; why is not understood'}",
         ranks=() if first.rank is None else (first.rank,),
         evidence=tuple(lines),
-        fix="" if failure is None else failure.fix,
+        fix=_fix_of_remarks(remarks) or ("" if failure is None else failure.fix),
     )
+
+
+def _fix_of_remarks(remarks: Sequence[Occurrence]) -> str:
+    steps = (advice.of_text(each.text, advice=PHRASES) for each in remarks)
+    return next(filter(None, steps), "")
 
 
 def _facts(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
@@ -722,10 +727,21 @@ def _printed_before(first: Occurrence, before: Sequence[Occurrence]) -> Iterator
         if each.went_on or (not first.uncaught and _was_logged(each, first)):
             yield f"before it, and the log goes on after: {_printed(each)}"
             break
+    if name_of(first) == "killed-status":
+        yield from (
+            f"before it another process had failed, and launchers kill the rest: {_printed(each)}"
+            for each in islice(filter(_is_exit, before), 1)
+        )
     for each in before:
         if each.uncaught and not (each.final or _alike(each, first)):
             yield f"before it another process ended: {_printed(each)}"
             break
+
+
+def _is_exit(each: Occurrence) -> bool:
+    """Return whether a launcher reports a process's exit, other than in torchrun's summary."""
+    reports = name_of(each) in ("process-failed", "first-exit") and "xit" in each.text
+    return reports and not STATUS.search(each.text)
 
 
 def _was_logged(each: Occurrence, first: Occurrence) -> bool:

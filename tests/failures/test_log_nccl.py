@@ -76,11 +76,11 @@ def test_a_warning_that_no_entry_knows_is_quoted() -> None:
             "NVLS",
         ),
         (
-            "DDP923",
+            "DDP209",
             "unhandled cuda error",
             "ncclUnhandledCudaError",
             "Cuda failure 802 'system not yet initialized'",
-            "NVLS",
+            "NVSwitch fabric",
         ),
         (
             "DDP907",
@@ -146,3 +146,31 @@ def test_infiniband_refuses_a_transfer_or_drops_it(error: str, words: str) -> No
     found = one(f"h7:31:90 [2] n.cc:1 NCCL WARN NET/IB : Got completion from peer h8 with {error},")
     assert found.code == "DDP915"
     assert words in found.message
+
+
+@pytest.mark.parametrize(
+    ("said", "code"),
+    [
+        ("invalid device ordinal", "DDP927"),
+        ("system not yet initialized", "DDP209"),
+        ("the provided PTX was compiled with an unsupported toolchain.", "DDP948"),
+        ("invalid argument", "DDP923"),
+    ],
+)
+def test_an_error_of_cuda_within_nccl_is_what_it_is_in_torch(said: str, code: str) -> None:
+    line = f"n1:7:9 [0] include/alloc.h:43 NCCL WARN Cuda failure '{said}'\n"
+    assert one(line + "n1:7:9 [0] NCCL INFO init.cc:100 -> 1\n").code == code
+
+
+@pytest.mark.parametrize(
+    ("warned", "step"),
+    [
+        ("misc/argcheck.cc:39 NCCL WARN AllReduce : sendbuff allocated on device 0", "set_device"),
+        ("misc/argcheck.cc:30 NCCL WARN AllReduce : sendbuff is not a valid pointer", ".cuda()"),
+        ("proxy.cc:1495 NCCL WARN [Service thread] Could not receive type", "P2P_DISABLE"),
+        ("misc/shmutils.cc:49 NCCL WARN Call to open failed : Permission denied", "/dev/shm"),
+    ],
+)
+def test_a_warning_of_nccl_comes_with_the_next_step(warned: str, step: str) -> None:
+    mismatch = " mismatchs with NCCL device 1" if "allocated" in warned else ""
+    assert step in one(f"n1:7:9 [0] {warned}{mismatch}\n").fix

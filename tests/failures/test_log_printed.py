@@ -347,6 +347,14 @@ def test_a_container_that_is_stopped_later_did_not_end_the_job() -> None:
     assert one(f"{first}{named.replace('  1', '  137')}").code == "DDP902"
 
 
+def test_a_kill_after_another_exit_names_that_exit() -> None:
+    kill = "srun: error: n2: task 3: Killed\n"
+    found = one(f"{STEPS}srun: error: n1: task 0: Exited with exit code 1\n{kill}")
+    assert found.code == "DDP902"
+    assert any("launchers kill the rest: job.log:9" in each for each in found.evidence)
+    assert not any("launchers kill" in each for each in one(f"{STEPS}{kill}").evidence)
+
+
 def test_a_rank_that_is_killed_after_an_exception_shows_it() -> None:
     found = one("[0]<stderr>:RuntimeError: bad\n[0]<stderr>:Killed\n[1]<stderr>:Aborted\n")
     assert (found.code, found.ranks) == ("DDP902", (0,))
