@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ddpdoctor.failures.table import KINDS, PHASES, PHRASES
+from ddpdoctor.failures.table import KINDS, PHASES, PHRASES, WORDS
 from tests.support.log_lines import one
 
 _LIBRARY = "/opt/lib/python3.11/site-packages"
@@ -64,6 +64,9 @@ def raised(*lines: str, rank: int = 1) -> str:
         (("SyntaxError: invalid syntax",), "older Python"),
         (("    raise ValueError(text)", "ValueError: bad"), "check of the script"),
         (("RuntimeError: bad",), "--debug-on-error"),
+        (("RuntimeError: the axis has another length",), "Print the shapes and the index"),
+        (("RuntimeError: tensors on different devices",), ".to(local_rank)"),
+        ((*_IN, "ValueError: unsupported mode"), "See what /job/train.py:9 passes to megalib"),
         ((*_IN, "AssertionError: 96 is not divisible by 64"), "tensor-parallel size"),
         ((*_IN, "AssertionError: bad layers"), "megalib/core/layers.py:52: compare"),
         (("AssertionError: no data",), "check of the script"),
@@ -138,7 +141,7 @@ def test_lines_and_paths_of_any_length_are_read() -> None:
 
 
 def test_advice_is_in_whole_sentences_and_looks_only_so_far_ahead() -> None:
-    steps = [each[:2] for each in (*PHRASES, *KINDS)]
+    steps = [each[:2] for each in (*PHRASES, *KINDS, *WORDS)]
     for pattern, step in (*steps, *((each.frame, each.usual) for each in PHASES)):
         assert step.endswith("."), step
         assert "[^\\n]*" not in pattern.pattern and ".*" not in pattern.pattern

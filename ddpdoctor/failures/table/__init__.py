@@ -109,6 +109,9 @@ PHRASES = _advice("phrases")
 KINDS = _advice("kinds")
 """By the type of an exception that nothing else explains."""
 
+WORDS = _advice("words")
+"""By words in any exception. They say less than the others."""
+
 PHASES = tuple(
     Phase(re.compile(frame, re.MULTILINE), doing, usual)
     for frame, doing, usual in _ADVICE["phases"]
