@@ -424,6 +424,9 @@ def is_timed(occurrences: Sequence[Occurrence]) -> bool:
 _WHOSE = "lines do not say whose they are, and the log goes on after it"
 _CUT = "an exception whose message is cut off in the log"
 _SHOWN = 3
+_SOURCE_LINE = re.compile(r"\n +(\w[^\n]*)(?:\n[ ^~]+)?\n\w+\s*\Z")
+"""The last line of source code above an exception without a message."""
+
 _WAITS, _REPEATED = "store-barrier-waits", 2
 """A rank's line, every 10 s while it waits, and how many show more than a slow start."""
 
@@ -819,8 +822,15 @@ def _sentence(first: Occurrence, likely: bool) -> str:
         known = advice.phase(first)
         return f"{subject} {probably}raised {_CUT}{f', as it {known.doing}' if known else ''}"
     if first.failure is None:
-        return f"{subject} {probably}raised {shortened(first.text.partition(chr(10))[0], 200)}"
+        return f"{subject} {probably}raised {shortened(_named(first), 200)}"
     return f"{subject} {probably}{first.failure.said(first.groups)}"
+
+
+def _named(first: Occurrence) -> str:
+    """Return an exception with its message. If it has none, with the line that raised it."""
+    text = first.text.partition("\n")[0]
+    source = _SOURCE_LINE.search(first.traceback)
+    return f"{text.rstrip(':')} at `{source[1]}`" if source and text.isidentifier() else text
 
 
 def _subject(each: Occurrence) -> str:

@@ -168,3 +168,13 @@ def test_the_newer_message_of_the_allocator_is_read() -> None:
         "300.00 MiB is reserved by PyTorch but unallocated."
     )
     assert "hold 9.0 of the GPU's 10.0 GiB" in one(raised(f"torch.OutOfMemoryError: {said}")).fix
+
+
+def test_an_exception_without_a_message_is_shown_with_its_line() -> None:
+    found = one(
+        raised(
+            '  File "/job/data.py", line 3, in f', "    assert len(a) == len(b)", "AssertionError"
+        )
+    )
+    assert found.message.endswith("raised AssertionError at `assert len(a) == len(b)`")
+    assert one(raised("StopIteration")).message.endswith("raised StopIteration at `main()`")
