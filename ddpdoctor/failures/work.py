@@ -31,13 +31,13 @@ COMPLAINT = re.compile(
 """Lines that are typical for the end of a job."""
 
 _LAST_WORDS = re.compile(
-    r"(?i)(?<![\w/.=-])(?:\w*error(?:s|ed)?|\w*exception|fail(?:ed|ure|s)?|fatal|abort(?:ed|ing)?"
+    r"(?i)(?<![\w/.=-])(?:\w*error(?:s|ed)?|\w*exception|(?<!\w)(?:\w+\.)*remotetraceback|fail(?:ed|ure|s)?|fatal|abort(?:ed|ing)?"
     r"|crash(?:ed)?|killed|died|segfault|out of memory|no space left|broken pipe|soft lockup"
     r"|not responding|(?:closed|reset) by (?:remote|peer)|link (?:is )?down|unexpected (?:eof|end)"
     r"|(?:nan|loss)\W+(?:exploded|stopping)|refused|denied|unreachable|unhealthy|evicted|exhausted"
     r"|timed? ?out|fallen off|unable to|cannot|could not|couldn't|can't|not found|no such"
-    r"|went wrong|ended prematurely|exited abnormally|lost connection|unrecognized"
-    r"|usage(?=: \S+ (?:\[-|<)))"
+    r"|went wrong|signal (?!15)\d+ \(sig\w+\)|ended prematurely|exited abnormally|lost connection"
+    r"|unrecognized|usage(?=: \S+ (?:\[-|<)))"
     r"(?![\w/-]|\.\w|[^\w\n]{0,4}(?:rate|loss)?[^\w\n]{0,4}\.?\d[\d.]*(?:\W|$))"
 )
 """Words for a failure in any line. A number after them is a measure of a working job."""

@@ -326,6 +326,10 @@ def test_a_message_that_srun_cut_off_behind_the_colon() -> None:
         ("Exit status 1", "DDP907"),
         ("train-0   0/1     Error   0   10m", "DDP907"),
         ("Something went wrong", "DDP900"),
+        ("  traceback : Signal 11 (SIGSEGV) received by PID 6421", "DDP900"),
+        ("*** SIGABRT (@0x9ec) received by PID 2540 from PID 2540; stack trace: ***", "DDP904"),
+        ("Exception raised from c10_cuda_check_implementation at CUDAException.cpp:44", "DDP930"),
+        ("multiprocess.pool.RemoteTraceback: ", "DDP900"),
     ],
 )
 def test_how_schedulers_and_shells_say_that_a_job_ended(line: str, code: str) -> None:
