@@ -424,7 +424,7 @@ def is_timed(occurrences: Sequence[Occurrence]) -> bool:
 _WHOSE = "lines do not say whose they are, and the log goes on after it"
 _CUT = "an exception whose message is cut off in the log"
 _SHOWN = 3
-_SOURCE_LINE = re.compile(r"\n +(\w[^\n]*)(?:\n[ ^~]+)?\n\w+\s*\Z")
+_SOURCE_LINE = re.compile(r"\n +(?!File )(\w[^\n]*)(?:\n[ ^~]+)?\n\w+\s*\Z")
 """The last line of source code above an exception without a message."""
 
 _WAITS, _REPEATED = "store-barrier-waits", 2
