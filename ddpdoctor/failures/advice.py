@@ -27,6 +27,7 @@ _CUT = (
 _INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]|.*[/\\]python\d[\d.]*[/\\]")
 """The directory of a library's package in a path."""
 
+_OVERFLOWS = 3  # Minimum falls of the loss scale that explain an end
 _IN_WORKER = re.compile(r"_utils[/\\]worker\.py\"|Caught \w+ in DataLoader worker")
 _RAISES = re.compile(r"\n +raise\b[^\n]*\n(?! *File )[^\n]*\Z")
 """The end of a traceback whose innermost line raises its exception itself."""
@@ -76,7 +77,9 @@ def phase(first: Occurrence) -> Phase | None:
             frames.append(text)
         elif frames:
             frames[-1] += f"\n{text}"
-    found = (each for frame in reversed(frames) for each in PHASES if each.frame.search(frame))
+    # Of a line with several calls, only the innermost frame shows which one was under way.
+    outer = (each if each.count("(") < 2 else each.partition("\n")[0] for each in frames[-2::-1])
+    found = (p for text in (*frames[-1:], *outer) for p in PHASES if p.frame.search(text))
     return next(found, None)
 
 
@@ -91,6 +94,10 @@ def for_exception(first: Occurrence, failed: Collection[int], all_: Sequence[Occ
     worker, own = _by_worker(first), of_text(first.text, first.traceback)
     if not first.text:
         known = phase(first)
+        if sum(name_of(each) == "loss-scale-falls" for each in all_) >= _OVERFLOWS:
+            worker = (
+                "Gradients overflow in fp16: use bf16 if the GPU can, else a lower learning rate."
+            )
         own = f"{known.usual} {_CUT}" if known is not None else _CUT
     if not own and not worker:
         own = f"{of_text(first.text, advice=WORDS)} {_by_place(first)}".strip()

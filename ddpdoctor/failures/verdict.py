@@ -670,12 +670,12 @@ def _not_understood(first: Occurrence, remarks: Sequence[Occurrence]) -> Finding
         message=f"{_subject(first)} {said or 'likely failed first; why is not understood'}",
         ranks=() if first.rank is None else (first.rank,),
         evidence=tuple(lines),
-        fix=_fix_of_remarks(remarks) or ("" if failure is None else failure.fix),
+        fix=f"{_fix_of_remarks(remarks)} {failure.fix if failure else ''}".strip(),
     )
 
 
 def _fix_of_remarks(remarks: Sequence[Occurrence]) -> str:
-    steps = (advice.of_text(each.text, advice=PHRASES) for each in remarks)
+    steps = (advice.of_text(each.text) for each in remarks)
     return next(filter(None, steps), "")
 
 
