@@ -203,9 +203,12 @@ _LIBRARY = re.compile(
 _SOURCE = re.compile(
     r"\[enforce fail at [^\]]*\][\s.]*|"
     r"\[/[^\]]*\.(?:cc|cpp|h):\d+\]\s*"
-    r"|(?<!\b(?:to|on))(?<!\b(?:to|on) )\s*\[(?=[^\]]*[.:])[\da-fA-F.:]+\](?::\d+)?(?=[\s.:]|$)"
     r"|\[?[IWEF](?:\d{3,4} [\d:.]+ (?:\d+ )?| )\S+\]\s*"
 )
+_PORT = re.compile(
+    r"(?<!\b(?:to|on))(?<!\b(?:to|on) )(\s*\[(?=[^\]]*[.:])[\da-fA-F.:]+\]):\d+(?=[\s.:]|$)"
+)
+"""A port behind an address, which gloo prints byte-swapped. Those of c10d follow "to"."""
 
 
 def clean(raw: bytes) -> str:
@@ -406,11 +409,8 @@ def users_file(path: str) -> bool:
 
 
 def shortened(text: str, width: int = 160) -> str:
-    """Return a line as evidence: without C++ source lines and gloo's addresses, and not too long.
-
-    These would also be wrong, since gloo prints ports byte-swapped. Those of c10d follow "to".
-    """
-    text = _SOURCE.sub("", _CONTROL.sub("", text)).strip()
+    """Return a line as evidence: without C++ source lines and gloo's ports, and not too long."""
+    text = _PORT.sub(r"\1", _SOURCE.sub("", _CONTROL.sub("", text))).strip()
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
