@@ -158,3 +158,9 @@ def test_the_bar_on_the_line_of_a_timeout_shows_what_a_rank_did_meanwhile() -> N
 )  # fmt: skip
 def test_posts_that_lost_a_part_of_their_form_are_understood(text: str, code: str) -> None:
     assert one(f"{text}\n").code == code
+
+
+def test_an_assertion_within_torch_is_no_launcher() -> None:
+    found = one(RAISED.format("RuntimeError: !grad_accumulator.expired() INTERNAL ASSERT FAILED"))
+    assert found.code == "DDP901"
+    assert "after the wrap in DDP" in found.fix
