@@ -36,8 +36,8 @@ _LAST_WORDS = re.compile(
     r"|not responding|(?:closed|reset) by (?:remote|peer)|link (?:is )?down|unexpected (?:eof|end)"
     r"|(?:nan|loss)\W+(?:exploded|stopping)|refused|denied|unreachable|unhealthy|evicted|exhausted"
     r"|timed? ?out|fallen off|unable to|cannot|could not|couldn't|can't|not found|no such"
-    r"|went wrong|signal (?!15)\d+ \(sig\w+\)|ended prematurely|exited abnormally|lost connection"
-    r"|unrecognized|usage(?=: \S+ (?:\[-|<)))"
+    r"|went wrong|podfailed|signal (?!15)\d+ \(sig\w+\)|ended prematurely"
+    r"|exited abnormally|lost connection|unrecognized|usage(?=: \S+ (?:\[-|<)))"
     r"(?![\w/-]|\.\w|[^\w\n]{0,4}(?:rate|loss)?[^\w\n]{0,4}\.?\d[\d.]*(?:\W|$))"
 )
 """Words for a failure in any line. A number after them is a measure of a working job."""
