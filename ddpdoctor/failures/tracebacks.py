@@ -40,7 +40,8 @@ _REPEATED = re.compile(r"(.{3,300}?)\1+")
 _WITHIN = re.compile(rf"^[\w.]+(?:Error|Exception): {re.escape(HEAD)}")
 """An exception whose message is the traceback of a DataLoader worker (torch 1.1 and before)."""
 
-_CHAIN = ("was the direct cause of the following", "another exception occurred")
+_HANDLING = "another exception occurred"
+_CHAIN = ("was the direct cause of the following", _HANDLING)
 _LOGGED = re.compile(r"^\[?[IWEF](?:\d{3,4} [\d:.]+| \S+\.(?:cpp|cc|hpp|h):\d+\])")
 """The beginning of a log line of c10d or torchrun, which no exception's message has."""
 
@@ -236,6 +237,12 @@ class Printed:
         after, before = range(last, len(self.lines)), range(last - 1, -1, -1)
         raised = (n for n in (*after, *before) if _EXCEPTION.match(self.lines[n]))
         return next((n for n in raised if HEAD not in self.lines[n]), None)
+
+    @property
+    def lost(self) -> bool:
+        """Whether its last exception is cut off, and the one that was being handled is no cause."""
+        handled = any(_HANDLING in text for text in self.lines[self.headline or 0 :])
+        return handled and not self.interleaved and self.known[0] is None
 
     @property
     def frames(self) -> bool:

@@ -385,3 +385,25 @@ def test_what_a_program_quotes_of_a_shell_is_its_own_output() -> None:
     quoted = "results[['failed : /bin/bash: line 3: syntax error near unexpected token']]\n"
     assert one(quoted + RAISED.format("ValueError: bad")).code == "DDP901"
     assert one("run.sh: line 3: syntax error near unexpected token `('\n").code == "DDP960"
+
+
+HANDLED = (
+    'Traceback (most recent call last):\n  File "/job/a.py", line 3, in take\n    next(batches)\n'
+    "{}\n\n{}:\n\n"
+)
+HANDLING = "During handling of the above exception, another exception occurred"
+CAUSED = "The above exception was the direct cause of the following exception"
+CUT = 'Traceback (most recent call last):\n  File "/job/a.py", line 9, in <module>\n    main()\n'
+
+
+@pytest.mark.parametrize("rest", ["", CUT])
+def test_what_was_being_handled_is_no_cause_if_the_last_exception_is_cut_off(rest: str) -> None:
+    found = one(STEPS + HANDLED.format("StopIteration", HANDLING) + rest)
+    assert "likely raised an exception whose message is cut off" in found.message
+    assert "it was raised while handling: StopIteration" in found.evidence
+    assert "iterator" not in found.fix
+    # A direct cause is one, and so is a known failure, whatever followed from it.
+    caused = one(STEPS + HANDLED.format("StopIteration", CAUSED) + rest)
+    assert "raised StopIteration" in caused.message
+    memory = "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    assert one(STEPS + HANDLED.format(memory, HANDLING) + rest).code == "DDP928"
