@@ -12,7 +12,7 @@ from ddpdoctor.failures.entry import Weight
 from ddpdoctor.failures.lines import shortened, users_file
 from ddpdoctor.failures.occurrences import Occurrence, name_of
 from ddpdoctor.failures.table import KINDS, PHASES, PHRASES, WORDS, Advice, Phase
-from ddpdoctor.failures.tracebacks import FRAME
+from ddpdoctor.failures.tracebacks import FRAME, is_handled
 
 # -- Exceptions that the table of failures does not know
 
@@ -101,7 +101,8 @@ def for_exception(first: Occurrence, failed: Collection[int], all_: Sequence[Occ
         own = f"{known.usual} {_CUT}" if known is not None else _CUT
     if not own and not worker:
         own = f"{of_text(first.text, advice=WORDS)} {_by_place(first)}".strip()
-    steps = [*filter(None, (worker, own, _by_rank(failed, all_)))]
+    rest = _CUT if is_handled(first.text) else ""
+    steps = [*filter(None, (worker, own, rest, _by_rank(failed, all_)))]
     others = any(e.rank is not None and e.rank not in failed for e in all_)
     return " ".join([*steps, *([_FIRST] if others or not steps else ())])
 

@@ -490,7 +490,7 @@ class LogReader:
 
     def _exception(self, printed: Printed) -> None:
         """Add a complete traceback."""
-        message = "" if printed.lost else printed.message
+        message = printed.message
         if not message and not printed.frames:
             return
         failure, groups = printed.known

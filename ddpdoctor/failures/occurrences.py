@@ -331,7 +331,7 @@ class _Log:
         run = self.runs[-1]
         if _is_refused(each) or (each.uncaught and _START_ERRORS.match(each.text)):
             # No rank of the run can have got any further.
-            self._start_error = _first(each)
+            self._start_error = _words(each)
         reported = each.weight in ENDED and each.final
         named = STATUS.search(each.text) and each.final
         if reported or named or each.uncaught or _is_refused(each):
@@ -354,7 +354,7 @@ class _Log:
             # A launcher's notes precede its banner.
             own = takewhile(lambda seen: seen.weight == Weight.NOTE, reversed(run))
             return len(run) - len(list(own))
-        other = self._start_error and not _same_words(_first(each), self._start_error)
+        other = self._start_error and not _same_words(_words(each), self._start_error)
         raised = bool(each.traceback) and each.weight in (Weight.CAUSE, Weight.STOPPED)
         if other and (raised or _is_refused(each)):
             return len(run)
@@ -432,13 +432,13 @@ def _script_of(each: Occurrence) -> tuple[str, bool]:
 def _is_refused(each: Occurrence) -> bool:
     """Return whether a program or its launcher refused its options and ended."""
     script = _is(each, "options-refused") and "what" in each.groups
-    return each.final and (script or _is(each, "torchrun-too-old"))
+    return each.final and (script or _is(each, "torchrun-too-old", "local-rank-option"))
 
 
 def _again(each: Occurrence, run: Sequence[Occurrence]) -> bool:
     """Return whether another rank fails as one did at the end of a run."""
-    if _is(each, "options-refused") and _is(run[-1], "options-refused"):
-        return _same_words(_first(each), _first(run[-1]))
+    if _is_refused(each) and _is_refused(run[-1]):
+        return _same_words(_words(each), _words(run[-1]))
     alike = [one for one in run if one.failure is each.failure and _words(one) == _words(each)]
     return bool(each.text and alike) and each.rank not in {None, *(one.rank for one in alike)}
 

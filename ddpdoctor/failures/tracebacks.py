@@ -40,8 +40,9 @@ _REPEATED = re.compile(r"(.{3,300}?)\1+")
 _WITHIN = re.compile(rf"^[\w.]+(?:Error|Exception): {re.escape(HEAD)}")
 """An exception whose message is the traceback of a DataLoader worker (torch 1.1 and before)."""
 
-_HANDLING = "another exception occurred"
-_CHAIN = ("was the direct cause of the following", _HANDLING)
+_CHAIN = ("was the direct cause of the following", "another exception occurred")
+_HANDLED = re.compile(r"^(?:\w+\.)*(?:Stop(?:Async)?Iteration|GeneratorExit|Empty|Full)\b")
+"""Exceptions that programs raise and handle all the time."""
 _LOGGED = re.compile(r"^\[?[IWEF](?:\d{3,4} [\d:.]+| \S+\.(?:cpp|cc|hpp|h):\d+\])")
 """The beginning of a log line of c10d or torchrun, which no exception's message has."""
 
@@ -83,6 +84,11 @@ _OUTERMOST = ("<module>", "_run_module_as_main")
 def says_more(text: str) -> bool:
     """Return whether a line continues a message of torch."""
     return _CONTINUED.match(text) is not None
+
+
+def is_handled(text: str) -> bool:
+    """Return whether the last exception of a chain is cut off, and this is the one before it."""
+    return _CHAIN[1] in text
 
 
 def untangled(text: str) -> str:
@@ -239,12 +245,6 @@ class Printed:
         return next((n for n in raised if HEAD not in self.lines[n]), None)
 
     @property
-    def lost(self) -> bool:
-        """Whether its last exception is cut off, and the one that was being handled is no cause."""
-        handled = any(_HANDLING in text for text in self.lines[self.headline or 0 :])
-        return handled and not self.interleaved and self.known[0] is None
-
-    @property
     def frames(self) -> bool:
         """Whether it has more than the exception."""
         return any(HEAD in text or FRAME.match(text) for text in self.lines)
@@ -309,6 +309,8 @@ class Printed:
         if at is None:
             return ""
         first, *more = (text for text in self.lines[at:] if text.strip())
+        if is_handled("\n".join(more)) and _HANDLED.match(first) and not self.interleaved:
+            return ""
         if first.rstrip().endswith(":") and more:
             first = f"{first.rstrip()} {more.pop(0).strip()}"
         return "\n".join([untangled(first), *more])

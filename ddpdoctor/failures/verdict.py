@@ -25,6 +25,7 @@ from ddpdoctor.failures.occurrences import (
     split,
 )
 from ddpdoctor.failures.table import PHRASES
+from ddpdoctor.failures.tracebacks import is_handled
 
 # -- Ranks of torchrun's report, for exceptions without a rank
 
@@ -822,7 +823,8 @@ def _sentence(first: Occurrence, likely: bool) -> str:
         known = advice.phase(first)
         return f"{subject} {probably}raised {_CUT}{f', as it {known.doing}' if known else ''}"
     if first.failure is None:
-        return f"{subject} {probably}raised {shortened(_named(first), 200)}"
+        lost = ", and then one that is cut off in the log" if is_handled(first.text) else ""
+        return f"{subject} {probably}raised {shortened(_named(first), 200)}{lost}"
     return f"{subject} {probably}{first.failure.said(first.groups)}"
 
 

@@ -402,8 +402,14 @@ def test_what_was_being_handled_is_no_cause_if_the_last_exception_is_cut_off(res
     assert "likely raised an exception whose message is cut off" in found.message
     assert "it was raised while handling: StopIteration" in found.evidence
     assert "iterator" not in found.fix
+    # Others often tell why, and are named with the rest that is missing.
+    absent = one(STEPS + HANDLED.format("FileNotFoundError: 'a.json'", HANDLING) + rest)
+    assert "'a.json', and then one that is cut off in the log" in absent.message
+    assert "See whether the path exists" in absent.fix
+    assert "Get the rest of that rank's output" in absent.fix
     # A direct cause is one, and so is a known failure, whatever followed from it.
     caused = one(STEPS + HANDLED.format("StopIteration", CAUSED) + rest)
     assert "raised StopIteration" in caused.message
+    assert "cut off" not in caused.message
     memory = "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
     assert one(STEPS + HANDLED.format(memory, HANDLING) + rest).code == "DDP928"

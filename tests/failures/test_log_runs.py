@@ -320,3 +320,27 @@ def test_other_ranks_that_print_on_for_long_do_not_make_it_an_earlier_run() -> N
     # A launcher's start in between begins another run.
     found = one(f"{steps}{raised}{BANNER}{on}E1122{ended}")
     assert "bad batch" not in found.message
+
+
+REFUSED = "usage: train.py [-h] --cfg CFG ...\ntrain.py: error: unrecognized arguments: {}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said", "fix"),
+    [
+        ("--local_rank={}", "DDP206", "that its launcher passes", "torchrun, which sets"),
+        ("--local_rank={} -m", "DDP206", "passes, nor -m", "run together"),
+        ("--local_rank={} -m torch.distributed.launch a.py", "DDP206", "nor -m", "run together"),
+        ("--local_rank={} -m vgg", "DDP206", "nor -m vgg", "torchrun, which sets"),
+        ("out --local-rank={} --amp", "DDP206", "nor out, nor --amp", "torchrun, which sets"),
+        ("--gpu {} --amp", "DDP905", "--gpu 0 --amp", "after its name"),
+    ],
+)
+def test_usage_texts_of_several_ranks_are_of_one_run(
+    words: str, code: str, said: str, fix: str
+) -> None:
+    found = one("".join(REFUSED.format(words.format(rank)) for rank in (1, 0, 3, 2)))
+    assert found.code == code
+    assert said in found.message
+    assert fix in found.fix
+    assert not any("earlier run" in each for each in found.evidence)

@@ -635,7 +635,7 @@ def test_horovod_lists_the_ranks_that_others_wait_for() -> None:
         ("[rank3]:[Rank 3] Watchdog caught collective", "DDP907"),
         ("frame #1: c10d::ProcessGroupNCCL::WorkNCCL::checkTimeout(long) + 0x2 (0x3)", "DDP907"),
         ("train_2d.py: error: unrecognized arguments: --local-rank=0", "DDP206"),
-        ("main.py: error: unrecognized arguments: --local_rank=1 --data x", "DDP905"),
+        ("main.py: error: unrecognized arguments: --local_rank=1 --data x", "DDP206"),
         ("RuntimeError: Failed to import x (look up to see its traceback):\n"
          "/a/flash.so: undefined symbol: _ZN3c10", "DDP961"),
         ("ValueError:The batch is empty", "DDP901"),
