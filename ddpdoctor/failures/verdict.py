@@ -423,6 +423,7 @@ def is_timed(occurrences: Sequence[Occurrence]) -> bool:
 
 
 _WHOSE = "lines do not say whose they are, and the log goes on after it"
+_ALONE = "it stands without its traceback, so it may have been only logged"
 _CUT = "an exception whose message is cut off in the log"
 _SHOWN = 3
 _SOURCE_LINE = re.compile(r"\n +(?!File )(\w[^\n]*)(?:\n[ ^~]+)?\n\w+\s*\Z")
@@ -803,7 +804,7 @@ def _doubts(
     elif not first.text:
         yield "missing: the end of its traceback"
     elif not certain:
-        yield _WHOSE
+        yield _ALONE if first.bare and first.final else _WHOSE
         ends = (e for e in all_ if e.weight == Weight.STOPPED and e.final and e.order > first.order)
         yield from (_later(each, first, "in the end") for each in islice(ends, 1))
 

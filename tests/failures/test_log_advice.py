@@ -49,6 +49,10 @@ def raised(*lines: str, rank: int = 1) -> str:
         (("x.Timeout: The file lock '/c/x.lock' is held",), "holds the lock"),
         (("KeyError: 'image'",), "lacks that key"),
         (("KeyError: 'velocity'",), "Print the keys"),
+        (
+            ("""KeyError: "Dataset 'pages_train' is not registered! Available""",),
+            "that launch() starts",
+        ),
         (("KeyError: 'state_dict'",), "The checkpoint has other keys"),
         (("NameError: name 'meter' is not defined",), "Nothing sets meter"),
         (("UnboundLocalError: local variable 'x' referenced",), "this rank did not take"),

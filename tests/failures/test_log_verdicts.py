@@ -652,6 +652,32 @@ def test_the_words_of_launchers_and_libraries_are_known(text: str, code: str) ->
     assert one(f"start\n{text}\n").code == code
 
 
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("ValueError:The decoder's outputs are NAN! Stop", "DDP953"),
+        ("FloatingPointError: Loss became infinite or NaN at iteration=7!", "DDP953"),
+        ("FloatingPointError: Predicted scores contain Inf/NaN. Training has diverged.", "DDP953"),
+        ("Stopping training because the loss is NaN", "DDP953"),
+        ("RuntimeError: nan detected in gradients", "DDP953"),
+        ("ValueError: cannot convert float NaN to integer", "DDP901"),
+        ("NaN or Inf found in input tensor.", ""),
+        ("step 9 loss = nan", ""),
+        ("loss is nan, the step is skipped; stop after 9", ""),
+        ("{'nan': False, 'stop': True}", ""),
+    ],
+)
+def test_a_job_that_stops_itself_for_nan_says_so_in_its_own_words(text: str, code: str) -> None:
+    found = findings(read("job.log", [f"{STEPS}{text}\n".encode()]))
+    assert [each.code for each in found] == ([code] if code else [])
+
+
+def test_a_line_alone_with_an_exception_is_not_said_to_be_followed() -> None:
+    found = one(STEPS + "ValueError: bad\n")
+    assert any("stands without its traceback" in each for each in found.evidence)
+    assert not any("goes on after" in each for each in found.evidence)
+
+
 def test_a_traceback_cut_at_both_ends_is_reported() -> None:
     frames = (
         '  File "/job/a.py", line 7, in run\n    go()\n  File "/job/b.py", line 9, in go\n    x'
