@@ -170,7 +170,7 @@ def _by_rank(failed: Collection[int], all_: Sequence[Occurrence]) -> str:
 
 
 _AMOUNT = r"([\d.]+) ([KMG])iB"
-_CAPACITY = re.compile(rf"total capacity of {_AMOUNT}|{_AMOUNT} total capacity")
+_CAPACITY = re.compile(rf"total capaci?ty of {_AMOUNT}|{_AMOUNT} total capacity")
 _FREE = re.compile(rf"{_AMOUNT} (?:is )?free")
 _USED = re.compile(rf"{_AMOUNT} (?:is allocated by PyTorch|already allocated)")
 _UNUSED = re.compile(rf"{_AMOUNT} is reserved by PyTorch but unallocated")

@@ -140,7 +140,8 @@ class Failure:
     Attributes:
         known: Its identity.
         pattern: Regular expression for a line, or for an exception's whole message. The group
-            ``rank`` is the guilty rank. ``says`` can refer to all groups.
+            ``rank`` is the guilty rank, ``of`` the one that printed it. ``says`` can refer to all
+            groups.
         says: The predicate of the sentence. A part in brackets is left out if one of its groups
             matched nothing.
         fix: What to change. It can refer to groups as ``says`` does.

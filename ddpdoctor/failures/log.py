@@ -113,6 +113,10 @@ _RECOVERS = re.compile(
 )
 """Words by which a job says that it continues after an error."""
 
+_WRAPPED = re.compile(r"WorkNCCL\((?![^\n]*(?:before timing out|\.$))")
+"""In the line of a timeout that goes on with the next one."""
+
+_BROKEN = re.compile(r"\[Rank (\d+)\] *Watchdog caught collective *operation *timeout: WorkNCCL")
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
 
 
@@ -421,10 +425,15 @@ class LogReader:
         for printed in ended:
             self._exception(printed)
         known = None if belongs else recognise(line.text)
+        if not belongs and known is None and self._is_wrapped(line.text, number):
+            return True
         if known is not None:
             failure, groups = known
             is_status = STATUS.search(text) is not None
             rank = self._rank_in_summary(text) if is_status else line.rank
+            if rank is None and failure is _NAMED["nccl-timeout"] and self._past:
+                broken = _BROKEN.search(split_line(self._past[-1]).text + line.text)
+                rank = whole(broken[1]) if broken else None
             mention = is_mention(line.text, failure)
             self._add(
                 Occurrence(
@@ -450,6 +459,18 @@ class LogReader:
         if text.strip():
             self._past.append(text)
         return belongs or known is not None
+
+    def _is_wrapped(self, text: str, number: int) -> bool:
+        """Return whether a line is the rest of a timeout that a terminal broke, and add it."""
+        last = self._occurrences[-1] if self._occurrences else None
+        if last is None or name_of(last) != "nccl-timeout" or "ms" in last.groups:
+            return False
+        joined = last.text + text.rstrip()
+        groups = _NAMED["nccl-timeout"].match(joined)
+        if number - last.last != 1 or groups is None or not _WRAPPED.search(last.text):
+            return False
+        last.text, last.groups, last.last = joined, groups, number
+        return True
 
     def _went_on(self, line: Line) -> None:
         """Read a line without failure. After enough of them, earlier exceptions were caught."""
@@ -528,6 +549,8 @@ class LogReader:
                 each.final, each.went_on = False, True
 
     def _add(self, occurrence: Occurrence, decided: bool = False) -> None:
+        if occurrence.rank is None and "of" in occurrence.groups:
+            occurrence.rank = whole(occurrence.groups["of"])
         if occurrence.uncaught and occurrence.weight == Weight.CAUSE:
             self._survived(occurrence)
         self._occurrences.append(occurrence)
@@ -553,7 +576,8 @@ class LogReader:
         """Return the last earlier line in which the job says what it does."""
         for each in reversed(self._past):
             text = split_line(each).text
-            if WORDS.search(text) and is_plain(text) and recognise(text) is None:
+            known = says_more(text) or recognise(text) is not None
+            if WORDS.search(text) and is_plain(text) and not known:
                 return text.strip()
         return ""
 

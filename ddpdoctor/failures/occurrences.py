@@ -144,7 +144,7 @@ def name_of(each: Occurrence) -> str:
 
 def corrected(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
     """Correct the occurrences of a whole log, in the order of its lines, by each other."""
-    found = _without_teardown(_once(occurrences))
+    found = _completed(_without_teardown(_once(occurrences)))
     _unnumber_nodes(found)
     _were_survived(found)
     return found
@@ -175,6 +175,42 @@ def _without_teardown(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
         for each in occurrences
         if not (each.text.startswith("what()") and ends & {each.line + 1, each.line + 2})
     ]
+
+
+_COMPLETES = {
+    "unused-listed": ("unused-parameters", "outputs-without-loss"),
+    "first-process": ("first-exit", "killed-status", "crash-status", "abort-status", "bus-error"),
+}
+"""Lines that say more of another failure, with the names of those."""
+
+_NEAR = 8  # Maximum lines between the two
+
+
+def _completed(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
+    """Give failures the ranks and names that a line of their own has."""
+    found = [*occurrences]
+    for fact in occurrences:
+        names = _COMPLETES.get(name_of(fact), ())
+        near = (
+            at
+            for at, each in enumerate(found)
+            if _is(each, *names)
+            and abs(each.line - fact.line) <= _NEAR
+            and "rank" not in each.groups
+        )
+        if (at := next(near, None)) is None:
+            continue
+        each, own = found[at], fact.groups
+        found[at] = replace(
+            each,
+            groups={**own, **each.groups},
+            rank=each.rank if fact.rank is None else fact.rank,
+            who=own.get("host", each.who),
+            # The line that goes on with a message proves that it was raised.
+            mention=False,
+            final=each.final or each.mention,
+        )
+    return found
 
 
 def _were_survived(occurrences: Sequence[Occurrence]) -> None:

@@ -49,7 +49,8 @@ _LOGGED = re.compile(r"^\[?[IWEF](?:\d{3,4} [\d:.]+| \S+\.(?:cpp|cc|hpp|h):\d+\]
 _CONTINUED = re.compile(
     r"^(?:nccl\w+: |Last error:|CUDA kernel errors|For debugging consider|Compile with `|Search for"
     r"|Device-side assert|Exception raised from|frame #\d|C\+\+ CapturedTraceback|If you were att"
-    r"|Parameter indices which|Parameters which did|making sure all|In addition, you can|NCCL WARN"
+    r"|Parameter(?: indices which| at index|s which did)|making sure all|In addition, you can"
+    r"|NCCL WARN| ?(?:Due to the asynch|might run on corr|entire process down)"
     r"|If you already have done the above|Since `find_unused|You can (?:also )?make|Hint:"
     r"|size mismatch|Missing key|Unexpected key|(?:\[[^\]]+\] )?\*\*\* "
     r"|\[ERROR\] \d{4}-|E[A-Z]\d{4}: "  # HCCL

@@ -743,10 +743,14 @@ def _printed_before(first: Occurrence, before: Sequence[Occurrence]) -> Iterator
             break
 
 
+_ANNOUNCES = re.compile(r"(?:detected|noticed) that one or more processes")
+"""The head of a launcher's report, whose next lines name the process that failed."""
+
+
 def _is_exit(each: Occurrence) -> bool:
     """Return whether a launcher reports a process's exit, other than in torchrun's summary."""
     reports = name_of(each) in ("process-failed", "first-exit") and "xit" in each.text
-    return reports and not STATUS.search(each.text)
+    return reports and not STATUS.search(each.text) and not _ANNOUNCES.search(each.text)
 
 
 def _was_logged(each: Occurrence, first: Occurrence) -> bool:

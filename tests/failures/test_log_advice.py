@@ -182,3 +182,24 @@ def test_an_exception_without_a_message_is_shown_with_its_line() -> None:
     )
     assert found.message.endswith("raised AssertionError at `assert len(a) == len(b)`")
     assert one(raised("StopIteration")).message.endswith("raised StopIteration at `main()`")
+
+
+_TO = (
+    "torch.distributed.DistNetworkError: The client socket has timed out after 60s while trying to "
+    "connect to ({}, 29500)."
+)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (_TO.format("7712045"), "7712045 is a number"),
+        (_TO.format("8d2f00c1a9be"), "8d2f00c1a9be is the name of a container"),
+        (_TO.format("10.0.0.4"), "firewall"),
+        (_TO.format("gpu-node-12a"), "firewall"),
+        ("n1:4:9 [0] NCCL WARN Connect to 10.0.0.7<217> failed : Connection refused", "nobody"),
+        ("n1:4:9 [0] NCCL WARN Connect to 10.0.0.7<217> failed : timed out", "ip_local_port"),
+    ],
+)
+def test_the_words_about_an_address_tell_what_is_wrong_with_it(line: str, said: str) -> None:
+    assert said in one(f"epoch 1 step 1\n{line}\n").fix

@@ -6,7 +6,7 @@ import pytest
 
 from ddpdoctor.failures.log import read
 from ddpdoctor.failures.verdict import findings
-from tests.support.log_lines import STEPS, one
+from tests.support.log_lines import STEPS, one, timeouts
 
 _HOW = "".join(f"h7:31:90 [2] NCCL INFO {at} -> 2\n" for at in ("a.cc:1", "b.cc:22", "init.cc:333"))
 _RAISED = (
@@ -174,3 +174,17 @@ def test_an_error_of_cuda_within_nccl_is_what_it_is_in_torch(said: str, code: st
 def test_a_warning_of_nccl_comes_with_the_next_step(warned: str, step: str) -> None:
     mismatch = " mismatchs with NCCL device 1" if "allocated" in warned else ""
     assert step in one(f"n1:7:9 [0] {warned}{mismatch}\n").fix
+
+
+@pytest.mark.parametrize("width", [60, 75, 88])
+def test_a_timeout_that_a_terminal_broke_is_read_as_one_line(width: int) -> None:
+    line = timeouts(r1=(778, "BROADCAST", 1)).replace("[rank1]:", "").rstrip()
+    pieces = [line[at : at + width].ljust(width) for at in range(0, len(line), width)]
+    found = one("epoch 1 step 1\n" + "\n".join(pieces) + "\n")
+    assert found.message == "rank 1 waited 600021 ms in BROADCAST #778, which did not complete"
+
+
+def test_the_line_of_another_rank_is_not_the_rest_of_a_timeout() -> None:
+    first = timeouts(r1=(9, "ALLREDUCE", 64)).partition(", NumelIn")[0] + "\n"
+    found = one(first + timeouts(r0=(9, "ALLREDUCE", 64), r2=(7, "ALLREDUCE", 64)))
+    assert found.ranks == (2,)

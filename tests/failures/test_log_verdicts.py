@@ -726,3 +726,49 @@ def test_ranks_that_lost_the_same_are_one_line() -> None:
     found = one(log + raised.format(2, "ValueError: bad"))
     lines = [line for line in found.evidence if "as a consequence" in line]
     assert lines == ["ranks 0, 1 and 3, as a consequence: each lost its connection to a peer"]
+
+
+UNUSED = (
+    "{}Expected to have finished reduction in the prior iteration before starting a new one. This "
+    "error indicates that your module has parameters that were not used in producing loss.\n{}"
+    "Parameter{} which did not receive grad for rank 3: {}\n"
+)
+
+
+@pytest.mark.parametrize("raised", ["RuntimeError: ", ""])
+@pytest.mark.parametrize("between", ["", "pred = model(imgs)  # forward\n"])
+@pytest.mark.parametrize(
+    ("which", "listed", "said"),
+    [("s", "head.bias, head.weight", ": head.bias"), (" indices", "7 8", ": number 7 8")],
+)
+def test_the_rank_and_the_parameters_of_a_message_are_named(
+    raised: str, between: str, which: str, listed: str, said: str
+) -> None:
+    found = one(STEPS + UNUSED.format(raised, between, which, listed))
+    assert (found.code, found.ranks, found.severity.label) == ("DDP305", (3,), "error")
+    assert found.message.startswith("rank 3 ")
+    assert said in found.message
+
+
+def test_the_parameter_that_was_ready_twice_stands_on_the_next_line() -> None:
+    found = one(
+        STEPS + "RuntimeError: Expected to mark a variable ready only once. This error is\n"
+        "Parameter at index 7 with name blocks.1.weight has been marked as ready twice.\n"
+    )
+    assert found.message.endswith("twice in one backward: number 7, blocks.1.weight")
+
+
+@pytest.mark.parametrize(
+    ("name", "who"),
+    [("worker-1[0]", "a process of worker-1"), ("[[5,1],2]", "rank 2"), ("2", "rank 2")],
+)
+def test_the_process_that_a_launcher_names_first_is_the_one_that_failed(
+    name: str, who: str
+) -> None:
+    found = one(
+        STEPS + "RuntimeError: Horovod detected that one or more processes exited with non-zero "
+        "status, thus causing the job to be terminated. The first process to do so was:\n"
+        f"Process name: {name}\nExit code: 137\n"
+    )
+    assert found.message == f"{who} was killed by SIGKILL"
+    assert not any("another process had failed" in each for each in found.evidence)
