@@ -39,6 +39,9 @@ _LAST_WORDS = re.compile(
     r"|went wrong|podfailed|signal (?!15)\d+ \(sig\w+\)|ended prematurely"
     r"|exited abnormally|lost connection|unrecognized|usage(?=: \S+ (?:\[-|<)))"
     r"(?![\w/-]|\.\w|[^\w\n]{0,4}(?:rate|loss)?[^\w\n]{0,4}\.?\d[\d.]*(?:\W|$))"
+    # What a terminal, torchrun, kubectl and gdb print of an end.
+    r"|^(?:\^C)+$|^Failures:$|^\s*Last State: +Terminated$"
+    r"|^#\d{1,3} +(?:0x[0-9a-f]{6,} in |\S[^\n]{0,300} \([^\n]{0,300}\) (?:at|from) \S)"
 )
 """Words for a failure in any line. A number after them is a measure of a working job."""
 
@@ -52,6 +55,7 @@ DONE = re.compile(
     r"(?i)\b(?:train(?:ing)?|job|run|experiment|fine-?tuning)\b[^\n]{0,40}\b"
     r"(?:done|finished|completed?|succeeded|success\w*)\b|^done\W*$|\"success\""
     r"|\b(?:done|finished|completed) (?:with )?training\b|`max_\w+=\S+` reached|'train_runtime'"
+    r"|^\s*reason: +completed$"
 )
 """The normal end of a job, after which only its clean-up may complain."""
 

@@ -179,3 +179,31 @@ def test_a_launcher_whose_ssh_is_refused_names_host_and_port() -> None:
     message = one("ssh: connect to host gpu7 port 2222: Connection refused\n").message
     assert "on gpu7" in message
     assert "port 2222: Connection refused" in message
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("^C", "DDP900"),
+        ("Failures:", "DDP900"),
+        ("    Last State:     Terminated", "DDP900"),
+        ("#0  0x00007f1c2a3b4c5d in ?? () from /lib/libcuda.so.1", "DDP900"),
+        ("#4  Grid::resize (this=0x0, n=3) at grid.cpp:31", "DDP900"),
+        ("rc=3", "DDP907"),
+        ("train.py finished, rc=137", "DDP902"),
+        ("rc=0", ""),
+        ("cutoff rc=5", ""),
+        ("Failures: 0", ""),
+        ("    Last State:     Terminated\n      Reason:       Completed", ""),
+        ("#3 train.py (2 of 4)", ""),
+    ],
+)
+def test_an_end_of_a_single_word_is_heard(line: str, code: str) -> None:
+    found = findings(read("job.log", [f"{STEPS}{line}\n".encode()]))
+    assert [each.code for each in found] == ([code] if code else [])
+
+
+def test_a_ctrl_c_alone_is_shown_and_no_cause() -> None:
+    found = one(STEPS + "^C\n")
+    assert found.severity == Severity.WARNING
+    assert found.fix.startswith("Somebody pressed Ctrl-C.")
