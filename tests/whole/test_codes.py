@@ -22,7 +22,7 @@ RULES_AND_LOGS = {
     "DDP304": ("find_unused_parameters=True finds none", {"find-unused-in-vain"}),
     "DDP305": (
         "parameters get no gradient, and DDP waits for them",
-        {"outputs-without-loss", "unused-parameters"},
+        {"outputs-without-loss", "unused-listed", "unused-parameters"},
     ),
     "DDP323": ("a parameter is marked ready twice in a backward", {"ready-twice"}),
     "DDP329": (
