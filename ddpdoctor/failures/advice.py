@@ -12,7 +12,7 @@ from ddpdoctor.failures.entry import Weight
 from ddpdoctor.failures.lines import shortened, users_file
 from ddpdoctor.failures.occurrences import Occurrence, name_of
 from ddpdoctor.failures.table import KINDS, PHASES, PHRASES, WORDS, Advice, Phase
-from ddpdoctor.failures.tracebacks import FRAME, is_handled
+from ddpdoctor.failures.tracebacks import FRAME, before_last, is_handled
 
 # -- Exceptions that the table of failures does not know
 
@@ -56,15 +56,16 @@ class _Place(NamedTuple):
         return f"{self.short}:{self.line}" + (f" ({self.function})" if self.function else "")
 
 
-def _places(traceback: str) -> list[_Place]:
-    """Return the frames of the last traceback of a chain."""
-    frames = filter(None, map(FRAME.match, traceback.splitlines()))
+def _places(first: Occurrence) -> list[_Place]:
+    """Return the frames of an exception. Empty if they may be another process's."""
+    own = "" if first.interleaved else before_last(first.traceback, first.text)
+    frames = filter(None, map(FRAME.match, own.splitlines()))
     return [_Place(each["path"], whole(each["line"]), each["name"] or "") for each in frames]
 
 
 def where(first: Occurrence) -> Iterator[str]:
     """Name the line of a library in which an exception was raised or cut off."""
-    places = [] if first.interleaved else _places(first.traceback)
+    places = _places(first)
     if places and not users_file(places[-1].path):
         yield f"{'raised in' if first.text else 'the last frame shown is'} {places[-1]}"
 
@@ -124,7 +125,7 @@ def _by_worker(first: Occurrence) -> str:
 
 def _by_place(first: Occurrence) -> str:
     """Return advice by whose line raised an exception of any type."""
-    places = [] if first.interleaved else _places(first.traceback)
+    places = _places(first)
     if not places:
         return ""
     place, checks = places[-1], first.text.startswith("AssertionError")

@@ -40,7 +40,7 @@ _REPEATED = re.compile(r"(.{3,300}?)\1+")
 _WITHIN = re.compile(rf"^[\w.]+(?:Error|Exception): {re.escape(HEAD)}")
 """An exception whose message is the traceback of a DataLoader worker (torch 1.1 and before)."""
 
-_CHAIN = ("was the direct cause of the following", "another exception occurred")
+_CHAIN = ("was the direct cause of the following", "During handling of the above")
 _HANDLED = re.compile(r"^(?:\w+\.)*(?:Stop(?:Async)?Iteration|GeneratorExit|Empty|Full)\b")
 """Exceptions that programs raise and handle all the time."""
 _LOGGED = re.compile(r"^\[?[IWEF](?:\d{3,4} [\d:.]+| \S+\.(?:cpp|cc|hpp|h):\d+\])")
@@ -90,6 +90,11 @@ def says_more(text: str) -> bool:
 def is_handled(text: str) -> bool:
     """Return whether the last exception of a chain is cut off, and this is the one before it."""
     return _CHAIN[1] in text
+
+
+def before_last(traceback: str, text: str) -> str:
+    """Return a traceback without the frames of an exception that is cut off."""
+    return traceback.rpartition(_CHAIN[1])[0] if is_handled(text) else traceback
 
 
 def untangled(text: str) -> str:
@@ -350,7 +355,8 @@ class Printed:
     @property
     def location(self) -> Location | None:
         """The innermost line of the user's code. None if it may be another rank's."""
-        for text in reversed(() if self.interleaved else self.lines):
+        own = before_last(self.text, self.message).splitlines()
+        for text in reversed(() if self.interleaved else own):
             match = FRAME.match(text)
             if match and users_file(match["path"]):
                 return Location(match["path"], whole(match["line"]))

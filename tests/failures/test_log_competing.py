@@ -407,6 +407,7 @@ def test_what_was_being_handled_is_no_cause_if_the_last_exception_is_cut_off(res
     assert "'a.json', and then one that is cut off in the log" in absent.message
     assert "See whether the path exists" in absent.fix
     assert "Get the rest of that rank's output" in absent.fix
+    assert str(absent.location) == "/job/a.py:3"
     # A direct cause is one, and so is a known failure, whatever followed from it.
     caused = one(STEPS + HANDLED.format("StopIteration", CAUSED) + rest)
     assert "raised StopIteration" in caused.message
