@@ -356,7 +356,7 @@ class Printed:
     def location(self) -> Location | None:
         """The innermost line of the user's code. None if it may be another rank's."""
         own = before_last(self.text, self.message).splitlines()
-        for text in reversed(() if self.interleaved else own):
+        for text in reversed(() if self.interleaved else [*self.lines, *own]):
             match = FRAME.match(text)
             if match and users_file(match["path"]):
                 return Location(match["path"], whole(match["line"]))

@@ -203,3 +203,28 @@ _TO = (
 )
 def test_the_words_about_an_address_tell_what_is_wrong_with_it(line: str, said: str) -> None:
     assert said in one(f"epoch 1 step 1\n{line}\n").fix
+
+
+@pytest.mark.parametrize(
+    ("folder", "lost", "said"),
+    [
+        ("/home/my code", "/home/my", "has a blank"),
+        ("F:\\my code", "F:\\\\my", "has a blank"),
+        ("/home/my code", "/home/code/a.txt", "in its container"),
+        ("/home/mycode", "/home/my", "in its container"),
+    ],
+)
+def test_a_path_that_was_cut_at_a_blank_is_told(folder: str, lost: str, said: str) -> None:
+    where = f'  File "{folder}/data.py", line 3, in load'
+    error = f"FileNotFoundError: [Errno 2] No such file or directory: '{lost}'"
+    assert said in one(raised(where, "    open(path)", error)).fix
+
+
+def test_a_rank_without_a_collective_under_way_is_told() -> None:
+    line = (
+        "[rank5]:[E723 01:58:45.6 ProcessGroupNCCL.cpp:1743] [PG ID 0 Rank 5] Received a dump "
+        "signal due to a collective timeout from  rank 2 and we will try our best to dump the "
+        "debug info. Last enqueued NCCL work: {}, last completed NCCL work: 36.\n"
+    )
+    assert one(line.format(36)).message.endswith("none itself: it had completed all up to #36")
+    assert one(line.format(37)).message.endswith("first on rank 2")
