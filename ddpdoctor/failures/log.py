@@ -113,9 +113,7 @@ _RECOVERS = re.compile(
 )
 """Words by which a job says that it continues after an error."""
 
-_WRAPPED = re.compile(r"WorkNCCL\((?![^\n]*(?:before timing out|\.$))")
-"""In the line of a timeout that goes on with the next one."""
-
+_UNBROKEN = re.compile(r"before timing out|\.$")  # In the line of a timeout that is complete
 _BROKEN = re.compile(r"\[Rank (\d+)\] *Watchdog caught collective *operation *timeout: WorkNCCL")
 _LOCAL_RANK = re.compile(r"local_rank: (\d+)")
 
@@ -463,14 +461,16 @@ class LogReader:
     def _is_wrapped(self, text: str, number: int) -> bool:
         """Return whether a line is the rest of a timeout that a terminal broke, and add it."""
         last = self._occurrences[-1] if self._occurrences else None
-        if last is None or name_of(last) != "nccl-timeout" or "ms" in last.groups:
+        if last is None or number - last.last != 1 or _UNBROKEN.search(last.text):
+            return False
+        if name_of(last) not in ("nccl-timeout", "nccl-timeout-unnumbered"):
             return False
         joined = last.text + text.rstrip()
         groups = _NAMED["nccl-timeout"].match(joined)
-        if number - last.last != 1 or groups is None or not _WRAPPED.search(last.text):
-            return False
-        last.text, last.groups, last.last = joined, groups, number
-        return True
+        if groups is not None:
+            last.failure, last.text, last.groups = _NAMED["nccl-timeout"], joined, groups
+            last.last = number
+        return groups is not None
 
     def _went_on(self, line: Line) -> None:
         """Read a line without failure. After enough of them, earlier exceptions were caught."""

@@ -176,7 +176,7 @@ def test_a_warning_of_nccl_comes_with_the_next_step(warned: str, step: str) -> N
     assert step in one(f"n1:7:9 [0] {warned}{mismatch}\n").fix
 
 
-@pytest.mark.parametrize("width", [60, 75, 88])
+@pytest.mark.parametrize("width", [60, 75, 88, 92, 97, 104, 110])
 def test_a_timeout_that_a_terminal_broke_is_read_as_one_line(width: int) -> None:
     line = timeouts(r1=(778, "BROADCAST", 1)).replace("[rank1]:", "").rstrip()
     pieces = [line[at : at + width].ljust(width) for at in range(0, len(line), width)]
