@@ -587,7 +587,21 @@ def _is_wrapped_at(code: Code, place: ast.AST, node: ast.expr) -> bool:
         return False
     inside = itertools.takewhile(lambda each: not isinstance(each, FUNCTIONS), code.above(place))
     held = any(isinstance(each, (ast.If, ast.For, ast.While)) for each in inside)
-    return not held or under(code, place, "ddp", "dist", "world", "gpu", "rank")
+    if not held:
+        return True
+    return under(code, place, "ddp", "dist", "world", "gpu", "rank") and (
+        code.function(place) is code.function(node) or _is_called(code, node)
+    )
+
+
+def _is_called(code: Code, node: ast.AST) -> bool:
+    """Return whether the program calls the method around a node.
+
+    Other programs may call it on an object whose model is not wrapped.
+    """
+    around = [each for each in code.above(node) if isinstance(each, FUNCTIONS)]
+    methods = [each for each in around if code.is_method(each) and each.name != "forward"]
+    return all(code.program.callers(code, each) for each in methods)
 
 
 def _is_made_first(code: Code, place: ast.AST, node: ast.AST) -> bool:
