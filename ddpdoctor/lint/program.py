@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from ddpdoctor.core.syntax import Function, last_name
+from ddpdoctor.lint.calls import keyword
 from ddpdoctor.lint.code import Code, Item
 from ddpdoctor.lint.files import SourceFile
 from ddpdoctor.lint.names import WRAPPER
@@ -319,6 +320,22 @@ class Program:
             for code in self.codes
             for load in code.loads.get(function.name, ())
         )
+
+    def option_defaults(self, node: ast.expr) -> list[ast.expr]:
+        """Return the defaults of the command-line option that ``args.NAME`` is."""
+        if not isinstance(node, ast.Attribute):
+            return []
+        option = "--" + node.attr.replace("_", "-")
+        return [
+            default
+            for each in self.codes
+            for call in each.calls_by_name.get("add_argument", ())
+            if any(
+                isinstance(one, ast.Constant) and str(one.value).replace("_", "-") == option
+                for one in call.args
+            )
+            and (default := keyword(call, "default")) is not None
+        ]
 
     @cached_property
     def wraps(self) -> bool:

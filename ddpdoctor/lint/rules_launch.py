@@ -295,23 +295,6 @@ def _hides_gpus(code: Code, node: ast.Constant | ast.Call) -> bool:
     )
 
 
-def _option_defaults(code: Code, node: ast.expr) -> list[ast.expr]:
-    """Return the defaults of the command-line option that ``args.NAME`` is."""
-    if not isinstance(node, ast.Attribute):
-        return []
-    option = "--" + node.attr.replace("_", "-")
-    return [
-        default
-        for each in code.program.codes
-        for call in each.calls_by_name.get("add_argument", ())
-        if any(
-            isinstance(one, ast.Constant) and str(one.value).replace("_", "-") == option
-            for one in call.args
-        )
-        and (default := keyword(call, "default")) is not None
-    ]
-
-
 def _is_nccl(code: Code, backend: ast.expr | None) -> bool:
     """Return whether a backend is NCCL, or an option with that default."""
     if backend is None:
@@ -319,7 +302,7 @@ def _is_nccl(code: Code, backend: ast.expr | None) -> bool:
     made = [each.node for each in code.origins(backend)]
     return any(
         isinstance(each, ast.Constant) and each.value == "nccl"
-        for each in (*made, *_option_defaults(code, backend))
+        for each in (*made, *code.program.option_defaults(backend))
     )
 
 

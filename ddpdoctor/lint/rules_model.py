@@ -17,7 +17,9 @@ from ddpdoctor.lint.conditions import (
     in_both_branches,
     under,
 )
+from ddpdoctor.lint.loaders import sampler_of
 from ddpdoctor.lint.names import WRAPPER
+from ddpdoctor.lint.program import Program
 from ddpdoctor.lint.rules import Hit, rule
 from ddpdoctor.lint.wrapped import TELLS_DDP, bound, is_wrapper, over_parameters, same
 
@@ -129,11 +131,45 @@ def unsynchronized_batch_norm(code: Code) -> Iterator[Hit]:
         for name in filter(_WITH_NORM.match, each.calls_by_name)
         for call in each.calls_by_name[name]
     )
+    sizes = program.once("batch sizes", lambda: list(_batch_sizes(program)))
+    if sizes and min(sizes) > SMALL_BATCH:
+        return
     for wrap in code.wraps[:1] if known else ():
         yield Hit(
             wrap, "each rank's BatchNorm layers see the batch of that rank only",
             "For small batches, convert the model with SyncBatchNorm.convert_sync_batchnorm first.",
         )  # fmt: skip
+
+
+SMALL_BATCH = 16
+"""The most samples on each rank with poor statistics."""
+
+
+def _batch_sizes(program: Program) -> Iterator[int]:
+    """Yield the sizes of batches for the training, as far as the code says them."""
+    loaders = [(code, each) for code in program.codes for each in code.calls_of("DataLoader")]
+    sharded = [(code, each) for code, each in loaders if sampler_of(each) is not None]
+    options = [
+        (code, each) for code in program.codes for each in code.calls_by_name.get("dict", ())
+    ]
+    for code, each in (*(sharded or loaders), *options):
+        size = keyword(each, "batch_size", 1)
+        yield from _numbers(code, size) if size is not None else ()
+
+
+def _numbers(code: Code, node: ast.expr) -> Iterator[int]:
+    """Yield the numbers that an expression may be, also as a part of a batch for eight ranks."""
+    for origin in code.origins(node):
+        each = origin.node
+        if isinstance(each, ast.Call) and last_name(each.func) == "int" and each.args:
+            yield from _numbers(origin.code, each.args[0])
+        elif isinstance(each, ast.BinOp) and isinstance(each.op, (ast.Div, ast.FloorDiv)):
+            yield from (number // 8 for number in _numbers(origin.code, each.left))
+        else:
+            for default in code.program.option_defaults(each):
+                yield from _numbers(code, default)
+            if isinstance(each, ast.Constant) and isinstance(each.value, int):
+                yield each.value
 
 
 _WITH_NORM = re.compile(
@@ -419,17 +455,24 @@ def _saves_wrapper(code: Code) -> Iterator[Hit]:
     for save in code.calls_by_name.get("save", ()):
         if code.dotted(save.func) != "torch.save" or not save.args:
             continue
-        for made in code.origins(save.args[0]):
-            for each in calls_in([made.node], "state_dict"):
-                owner = each.func.value if isinstance(each.func, ast.Attribute) else None
-                if owner is None or made.code is not code or _is_unwrapped(code, owner):
-                    continue
-                if is_wrapper(code, owner):
-                    yield Hit(
-                        save, 'the names in this checkpoint begin with "module.", and a bare model '
-                        "refuses them", "Save model.module.state_dict().", Severity.INFO,
-                    )  # fmt: skip
-                    break
+        owners = [
+            each.func.value
+            for made in code.origins(save.args[0])
+            for each in calls_in([made.node], "state_dict")
+            if isinstance(each.func, ast.Attribute) and made.code is code
+        ]
+        # One of two branches may take the module inside: x.module if is_parallel(x) else x
+        bare = {ast.unparse(each.value) for each in owners if isinstance(each, ast.Attribute)}
+        if any(
+            is_wrapper(code, each)
+            and not _is_unwrapped(code, each)
+            and ast.unparse(each) not in bare
+            for each in owners
+        ):
+            yield Hit(
+                save, 'the names in this checkpoint begin with "module.", and a bare model '
+                "refuses them", "Save model.module.state_dict().", Severity.INFO,
+            )  # fmt: skip
 
 
 def _is_unwrapped(code: Code, node: ast.expr, depth: int = 3) -> bool:

@@ -142,6 +142,34 @@ def test_state_of_the_module_inside_is_no_wrapper() -> None:
     assert infos(WRAPPED.format("", "model")) == ["DDP502"]
     for bare in ("model.module if ddp else model", 'getattr(model, "module", model)'):
         assert infos(WRAPPED.format("", bare)) == []
+    two = WRAPPED.replace("raw.", "").replace("raw = {}\n", "state = {}\n").format("", "{}")
+    two = two.replace("state_dict()", "state").format(
+        "model.module.state_dict() if ddp else model.state_dict()"
+    )
+    assert infos(two) == []
+
+
+NORMED = """
+import argparse
+import torchvision
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader
+parser = argparse.ArgumentParser()
+parser.add_argument("--batch-size", default=SIZE)
+args = parser.parse_args()
+def main(data, sampler, world_size):
+    loader = DataLoader(data, batch_size=args.batch_size{}, sampler=sampler)
+    valid = DataLoader(data, batch_size=1)
+    return DDP(torchvision.models.resnet18()), loader
+main([], None, 8)
+"""
+
+
+def test_large_batches_need_no_synchronized_batch_norm() -> None:
+    assert infos(NORMED.replace("SIZE", "4").format("")) == ["DDP309"]
+    assert infos(NORMED.replace("SIZE", "32").format("")) == []
+    assert infos(NORMED.replace("SIZE", "32").format(" // world_size")) == ["DDP309"]
+    assert infos(NORMED.replace("SIZE", "256").format(" // world_size")) == []
 
 
 def test_static_graph_is_searched_once() -> None:
