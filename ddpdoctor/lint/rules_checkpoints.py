@@ -31,11 +31,27 @@ def save_on_every_rank(code: Code) -> Iterator[Hit]:
             function is not None and not _is_reached(code, function)
         ):
             continue
+        if _is_of_data(code, path) and "state_dict" not in code.mentioned(call):
+            continue
         yield Hit(
             call,
             "every rank writes this checkpoint to the same file at the same time",
             "Save on one rank: if dist.get_rank() == 0: torch.save(...).",
         )
+
+
+def _is_of_data(code: Code, path: ast.expr, depth: int = 4) -> bool:
+    """Return whether a path comes with the items of a loop, which differ between ranks."""
+    for name in (each for each in ast.walk(path) if isinstance(each, ast.Name)):
+        for other, item in code.values(name):
+            target = getattr(item.node, "target", None)
+            if item.is_item and isinstance(target, ast.Tuple):
+                counted = last_name(getattr(item.value, "func", item.value)) == "enumerate"
+                if not counted or last_name(target.elts[0]) != name.id:
+                    return True
+            elif depth and not item.is_item and _is_of_data(other, item.value, depth - 1):
+                return True
+    return False
 
 
 def _is_buffer(code: Code, path: ast.expr) -> bool:
@@ -87,6 +103,8 @@ def load_without_map_location(code: Code) -> Iterator[Hit]:
         if any(word in ast.unparse(call).lower() for word in _PUBLISHED):
             # Weights that others published are usually on the CPU.
             continue
+        if _is_saved_from_cpu(code, call):
+            continue
         function = code.function(call)
         elsewhere = any(not each.only_defines for each in code.program.codes if each is not code)
         if function is not None and elsewhere and not _is_reached(code, function):
@@ -97,6 +115,47 @@ def load_without_map_location(code: Code) -> Iterator[Hit]:
             "all copies",
             'Pass map_location="cpu", or this rank\'s device.',
         )
+
+
+def _is_saved_from_cpu(code: Code, load: ast.Call) -> bool:
+    """Return whether the program moves what it saves to the CPU first: ``net.cpu()``."""
+    names = _file_names(code, load.args[0]) if load.args else set()
+    saves = [
+        (each, save)
+        for each in code.program.codes
+        for save in each.calls_by_name.get("save", ())
+        if each.dotted(save.func) == "torch.save" and len(save.args) > 1
+    ]
+    mine = [each for each in saves if names & _file_names(each[0], each[1].args[1])]
+    return bool(mine) and all(_takes_from_cpu(*each) for each in mine)
+
+
+def _file_names(code: Code, path: ast.expr) -> set[str]:
+    """Return the names of files that a path may end with, as far as they are written out."""
+    parts = [one for each in code.origins(path) for one in ast.walk(each.node)]
+    texts = [str(one.value) for one in parts if isinstance(one, ast.Constant)]
+    return {each.rpartition("/")[2] for each in texts if "." in each}
+
+
+def _takes_from_cpu(code: Code, save: ast.Call) -> bool:
+    """Return whether all states that a checkpoint holds are on the CPU.
+
+    A comprehension does not reach the tensors of an optimizer's state, which are deeper.
+    """
+    made = [one for each in code.origins(save.args[0]) for one in ast.walk(each.node)]
+    calls = [each for each in made if isinstance(each, ast.Call)]
+    if any("optim" in last_name(each) for each in made):
+        return False
+    if any(last_name(each.func) == "cpu" for each in calls):
+        return True
+    moved = {
+        ast.unparse(each.func)
+        for each in code.called(code.function(save) or code.tree, "cpu")
+        if each.lineno < save.lineno and not each.args
+    }
+    owners = [each.func for each in calls if last_name(each.func) == "state_dict"]
+    texts = [ast.unparse(each).removesuffix(".state_dict") for each in owners]
+    return bool(texts) and all(f"{each.removesuffix('.module')}.cpu" in moved for each in texts)
 
 
 _PUBLISHED = ("imagenet", "initmodel", "zoo", "torchvision")

@@ -94,15 +94,7 @@ def hardcoded_rendezvous(code: Code) -> Iterator[Hit]:
         Defaults (``setdefault``, ``os.environ.get``).
     """
     seen: set[ast.AST | None] = set()
-    for node in code.of(ast.Assign):
-        if not isinstance(node.value, ast.Constant):
-            continue
-        name = variable(code, node.targets[0])
-        if name not in ("MASTER_PORT", "MASTER_ADDR"):
-            continue
-        if under(code, node, "master_", "environ"):
-            continue
-        value = str(node.value.value)
+    for node, value in _addresses(code):
         if value.isdigit() and int(value) > 65535:
             yield Hit(
                 node, f"there is no port {value}: the greatest is 65535",
@@ -111,10 +103,27 @@ def hardcoded_rendezvous(code: Code) -> Iterator[Hit]:
         elif code.function(node) not in seen:
             seen.add(code.function(node))
             yield _fixed(node)
+    for address in _methods(code):
+        yield _fixed(address)
+
+
+def _addresses(code: Code) -> Iterator[tuple[ast.Assign, str]]:
+    """Yield the addresses and ports that a file writes over those of the launcher."""
+    for node in code.of(ast.Assign):
+        if (
+            isinstance(node.value, ast.Constant)
+            and variable(code, node.targets[0]) in ("MASTER_PORT", "MASTER_ADDR")
+            and not under(code, node, "master_", "environ")
+        ):
+            yield node, str(node.value.value)
+
+
+def _methods(code: Code) -> Iterator[ast.Constant]:
+    """Yield the addresses that ``init_process_group`` gets as texts."""
     for call in code.calls_by_name.get("init_process_group", ()):
         address = keyword(call, "init_method", 1)
         if isinstance(address, ast.Constant) and re.match(r"tcp://.+:\d+$", str(address.value)):
-            yield _fixed(address)
+            yield address
 
 
 def _fixed(node: ast.AST) -> Hit:
@@ -147,9 +156,10 @@ def rank_as_device(code: Code) -> Iterator[Hit]:
 
     When it stays silent
         The index that ``mp.spawn`` passes, which counts the processes of one node, and programs
-        that spawn all ranks on the machine itself.
+        whose ranks meet on the machine itself.
     """
-    if code.program.uses("spawn", "start_processes") and _is_on_one_node(code):
+    spawns = code.program.uses("spawn", "start_processes")
+    if _meets_itself(code) or (spawns and _is_on_one_node(code)):
         return
     for call in code.calls:
         name = last_name(call.func)
@@ -176,6 +186,16 @@ def rank_as_device(code: Code) -> Iterator[Hit]:
                 'Use int(os.environ["LOCAL_RANK"]).',
             )
             return
+
+
+def _meets_itself(code: Code) -> bool:
+    """Return whether a program sets the rendezvous to its own machine, under no condition."""
+    return any(
+        _LOCAL.match(value) is not None
+        and not any(isinstance(one, ast.If) for one in each.above(node))
+        for each in code.program.codes
+        for node, value in (*_addresses(each), *((one, str(one.value)) for one in _methods(each)))
+    )
 
 
 def _is_on_one_node(code: Code) -> bool:
