@@ -133,6 +133,8 @@ def is_guarded(code: Code, node: ast.AST, depth: int = 4) -> bool:
     """
     if guards(code, node) or _seems_guarded(code, node) or _ended_above(code, node):
         return True
+    if is_for_one_process(code, node):
+        return True
     function = code.function(node)
     if function is None or depth <= 0:
         return False

@@ -233,9 +233,9 @@ def _runs_ddp(code: Code, function: ast.AST, call: ast.Call, passed: set[str]) -
 
 
 def _keeps_buffers(wrap: ast.Call) -> bool:
-    """Return whether a DDP object never synchronizes buffers."""
+    """Return whether a DDP object may never synchronize buffers, by an option or a constant."""
     given = keyword(wrap, "broadcast_buffers", 4) or keyword(wrap, "forward_sync_buffers")
-    return isinstance(given, ast.Constant) and given.value is False
+    return given is not None and getattr(given, "value", False) is not True
 
 
 _EVALUATES = re.compile(r"(eval|validat|test|val(_|$)|sample|generat|infer)", re.IGNORECASE)

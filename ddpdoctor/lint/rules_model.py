@@ -446,11 +446,7 @@ def state_of_other_kind(code: Code) -> Iterator[Hit]:
 
 def _saves_wrapper(code: Code) -> Iterator[Hit]:
     """Yield checkpoints whose names begin with ``module.``."""
-    if any(
-        isinstance(call.func, ast.Attribute) and is_wrapper(each, call.func.value)
-        for each in code.program.codes
-        for call in each.calls_by_name.get("load_state_dict", ())
-    ):
+    if code.program.once("loads wrapper", lambda: _loads_wrapper(code.program)):
         return
     for save in code.calls_by_name.get("save", ()):
         if code.dotted(save.func) != "torch.save" or not save.args:
@@ -473,6 +469,21 @@ def _saves_wrapper(code: Code) -> Iterator[Hit]:
                 save, 'the names in this checkpoint begin with "module.", and a bare model '
                 "refuses them", "Save model.module.state_dict().", Severity.INFO,
             )  # fmt: skip
+
+
+def _loads_wrapper(program: Program) -> bool:
+    """Return whether a program loads a state into a DDP object, also in a function that gets it."""
+    loads = [(code, each) for code in program.codes for each in code.calls_named("load_state_dict")]
+    functions = {function.name for code, load in loads if (function := code.function(load))}
+    return any(
+        isinstance(load.func, ast.Attribute) and is_wrapper(code, load.func.value)
+        for code, load in loads
+    ) or any(
+        is_wrapper(code, value)
+        for code in program.codes
+        for call in code.calls_named(*functions)
+        for value in (*call.args, *(each.value for each in call.keywords))
+    )
 
 
 def _is_unwrapped(code: Code, node: ast.expr, depth: int = 3) -> bool:

@@ -149,6 +149,12 @@ def test_state_of_the_module_inside_is_no_wrapper() -> None:
     assert infos(two) == []
 
 
+def test_state_that_a_function_loads_into_the_wrapper_is_right() -> None:
+    loads = "def load(**objects):\n    objects['net'].load_state_dict({})\n"
+    assert infos(f"{WRAPPED.format('', 'model')}    load(net=model)\n{loads}") == []
+    assert infos(f"{WRAPPED.format('', 'model')}    load(net=net)\n{loads}") == ["DDP502"]
+
+
 NORMED = """
 import argparse
 import torchvision
