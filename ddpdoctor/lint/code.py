@@ -61,6 +61,9 @@ _SAME = frozenset(
 """Calls that return the module they are given, or a copy of it."""
 
 
+_RENAMED = (".DistributedDataParallel", ".DataLoader", ".DistributedSampler")
+"""Classes that are also found under a name that is set to them."""
+
 _COLLECTED = frozenset(
     (
         *(ast.Name, ast.Attribute, ast.Call, ast.Import, ast.ImportFrom, *FUNCTIONS, ast.ClassDef),
@@ -136,6 +139,17 @@ class Code(Tree):
             self._by_type[kind].append(node)
             if kind in _COLLECTED:
                 self._collect(node)
+        self._aliases: dict[str, str] = {}
+        self._aliases |= dict(self._find_aliases())
+
+    def _find_aliases(self) -> Iterator[tuple[str, str]]:
+        """Yield other names of torch's classes: ``Wrapper = DDP if use_cuda else DataParallel``."""
+        for (_, name), items in self._set.items():
+            for value in (each.value for each in items if each.position is None):
+                branches = (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,)
+                for full in map(self.dotted, branches):
+                    if full.startswith("torch.") and full.endswith(_RENAMED):
+                        yield name, full
 
     def _collect(self, node: ast.AST) -> None:
         if isinstance(node, (ast.Name, ast.Attribute)):
@@ -264,7 +278,7 @@ class Code(Tree):
                 node.id in self.functions and node.id not in self.imports
             ):
                 return f"<{self.file.path}>.{node.id}"
-            return self.imports.get(node.id, node.id)
+            return self.imports.get(node.id) or self._aliases.get(node.id, node.id)
         if isinstance(node, ast.Attribute):
             base = self.dotted(node.value)
             return f"{base}.{node.attr}" if base else ""
@@ -305,7 +319,8 @@ class Code(Tree):
 
     def calls_named(self, *names: str) -> Iterator[ast.Call]:
         """Yield the calls of functions or classes of some names, also under an imported name."""
-        local = (one for one, full in self.imports.items() if full.rpartition(".")[2] in names)
+        others = (*self.imports.items(), *self._aliases.items())
+        local = (one for one, full in others if full.rpartition(".")[2] in names)
         for each in {*names, *local}:
             yield from self.calls_by_name.get(each, ())
 

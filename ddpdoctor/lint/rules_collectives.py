@@ -10,7 +10,7 @@ from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.syntax import FUNCTIONS, LOOPS, Loop, last_name, walk
 from ddpdoctor.diagnose.rank_expressions import allowed
 from ddpdoctor.lint.calls import argument_of, calls_in, keyword, parameters_of, targets_of
-from ddpdoctor.lint.code import Code
+from ddpdoctor.lint.code import Code, Origin
 from ddpdoctor.lint.conditions import guards, in_both_branches, is_guarded, under, without_gradients
 from ddpdoctor.lint.loops import runs_backward
 from ddpdoctor.lint.ranks import depends_on_rank
@@ -153,16 +153,37 @@ def _buffers(code: Code) -> Severity | None:
     wraps = [(each, wrap) for each in program.codes for wrap in each.wraps]
     if all(_keeps_buffers(wrap) for _, wrap in wraps):
         return None
+    models = [made for each, wrap in wraps if wrap.args for made in each.origins(wrap.args[0])]
+    models += [made for each in models for made in _modules_given(each)]
     classes = [
         program.class_named(made.code, last_name(getattr(made.node, "func", made.node)))
-        for each, wrap in wraps
-        for made in (each.origins(wrap.args[0]) if wrap.args else ())
+        for made in models
     ]
     known = [each for each in classes if each is not None]
     if classes and len(known) == len(classes):
         return _of_classes(known)
     has = any(_makes_buffers(each, each.tree) for each in program.codes)
     return Severity.WARNING if has else Severity.INFO
+
+
+def _modules_given(model: Origin) -> list[Origin]:
+    """Return the objects of classes that the constructor of a model gets."""
+    call = model.node if isinstance(model.node, ast.Call) else None
+    made = (
+        [
+            origin
+            for each in (*call.args, *(one.value for one in call.keywords))
+            for origin in model.code.origins(each)
+        ]
+        if call
+        else []
+    )
+    calls = [(each, each.node.func) for each in made if isinstance(each.node, ast.Call)]
+    return [
+        each
+        for each, func in calls
+        if isinstance(func, ast.Subscript) or last_name(func)[:1].isupper()
+    ]
 
 
 def _of_classes(classes: list[tuple[Code, ast.ClassDef]]) -> Severity | None:

@@ -236,16 +236,17 @@ def _is_of_module(code: Code, call: ast.Call) -> bool:
         and each.attr == "module"
         and is_wrapper(code, each.value)
         and not under(code, call, *TELLS_DDP)
-        for each in (node.value, *_alternatives(code, node.value))
+        for each in {node.value, *_alternatives(code, node.value)}
     )
 
 
 def _alternatives(code: Code, node: ast.expr) -> Iterator[ast.expr]:
-    """Yield what a local name is set to: ``model.module if isinstance(model, DDP) else model``."""
-    for other, item in code.values(node) if isinstance(node, ast.Name) else ():
-        if other is code:
-            value = item.value
-            yield from (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,)
+    """Yield what an expression or a local name is: ``m.module if isinstance(m, DDP) else m``."""
+    values = [node]
+    if isinstance(node, ast.Name):
+        values = [item.value for other, item in code.values(node) if other is code]
+    for value in values:
+        yield from (value.body, value.orelse) if isinstance(value, ast.IfExp) else (value,)
 
 
 def _is_alias(code: Code, node: ast.expr, call: ast.Call) -> bool:

@@ -213,7 +213,7 @@ _ABOUT_RANKS = (
 def _is_unsharded(origin: Origin) -> bool:
     code, call = origin.code, origin.node
     assert isinstance(call, ast.Call)
-    if has_unpacked(call) or sampler_of(call) is not None:
+    if sampler_of(call) is not None or (has_unpacked(call) and not _knows_options(code, call)):
         return False
     if under(code, call, *_ABOUT_RANKS):
         return False
@@ -232,6 +232,17 @@ def _is_unsharded(origin: Origin) -> bool:
         elif isinstance(node, (ast.Subscript, ast.ListComp)):
             return False
     return True
+
+
+def _knows_options(code: Code, call: ast.Call) -> bool:
+    """Return whether what a loader gets by ``**`` is written out, in a file without samplers."""
+    unpacked = [each.value for each in call.keywords if each.arg is None]
+    made = [origin.node for each in unpacked for origin in code.origins(each)]
+    return (
+        not any(isinstance(each, ast.Starred) for each in call.args)
+        and all(isinstance(each, ast.Dict) and None not in each.keys for each in made)
+        and not any("sampler" in line.lower() for line in code.file.lines)
+    )
 
 
 _OWN_LOADERS = frozenset(("deepspeed", "horovod", "colossalai", "megatron", "fairseq"))
