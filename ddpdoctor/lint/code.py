@@ -61,6 +61,9 @@ _SAME = frozenset(
 """Calls that return the module they are given, or a copy of it."""
 
 
+_OF_TORCH = ("torch", "torchvision", "torch_geometric", "monai", "")
+"""Packages whose classes are torch's or derive from them. Empty for relative imports."""
+
 _RENAMED = (".DistributedDataParallel", ".DataLoader", ".DistributedSampler")
 """Classes that are also found under a name that is set to them."""
 
@@ -287,8 +290,8 @@ class Code(Tree):
     def is_torch(self, call: ast.AST, *names: str) -> bool:
         """Return whether a call is of one of torch's functions or classes, by its last name.
 
-        Names of other packages, such as apex, are not torch's, but MONAI's loaders and samplers
-        are. A name from a star import or a relative import counts as torch's.
+        Names of other packages, such as apex, are not torch's, but the loaders and samplers of
+        MONAI and PyG are. A name from a star import or a relative import counts as torch's.
         """
         if not isinstance(call, ast.Call) or (
             last_name(call.func) not in names and not isinstance(call.func, ast.Name)
@@ -300,7 +303,7 @@ class Code(Tree):
         first = full.partition(".")[0]
         if isinstance(call.func, ast.Name) and call.func.id not in self.imports:
             return not full.startswith("<")
-        return first in ("torch", "torchvision", "monai", "") or full in names
+        return first in _OF_TORCH or full in names
 
     def is_dist(self, call: ast.AST, *names: str) -> bool:
         """Return whether a call is of one of torch.distributed's functions."""

@@ -19,6 +19,19 @@ def is_loader(origin: Origin) -> bool:
     return origin.code.is_torch(origin.node, "DataLoader")
 
 
+def made_loader(origin: Origin) -> Origin:
+    """Return the call of ``super().__init__`` that makes a loader of a derived class, if it is."""
+    name = last_name(getattr(origin.node, "func", origin.node))
+    found = origin.code.program.class_named(origin.code, name)
+    if found is None or not isinstance(origin.node, ast.Call):
+        return origin
+    code, owner = found
+    if not any(code.dotted(each).endswith(".DataLoader") for each in owner.bases):
+        return origin
+    calls = [each for each in code.calls_by_name.get("__init__", ()) if code.owner(each) is owner]
+    return Origin(calls[0], code) if len(calls) == 1 else origin
+
+
 def is_none(origin: Origin) -> bool:
     """Return whether a value is None."""
     return isinstance(origin.node, ast.Constant) and origin.node.value is None

@@ -44,7 +44,8 @@ def _result(code: Code, test: ast.expr, function: Function, call: ast.Call) -> b
         return None if value is None else not value
     wanted = None
     if isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq):
-        test, wanted = test.left, test.comparators[0]
+        wanted = test.comparators[0]
+        test = test.left
     name = last_name(test) if isinstance(test, ast.Name) else ""
     if name not in parameters_of(function) or (wanted and not isinstance(wanted, ast.Constant)):
         return None

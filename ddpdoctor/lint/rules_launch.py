@@ -170,10 +170,7 @@ def rank_as_device(code: Code) -> Iterator[Hit]:
         elif name == "device" and code.dotted(call.func) == "torch.device":
             value = keyword(call, "index", 1) or keyword(call, "type", 0)
         elif name == "DistributedDataParallel" or code.is_torch(call, "DistributedDataParallel"):
-            given = keyword(call, "device_ids", 1)
-            value = (
-                given.elts[0] if isinstance(given, (ast.List, ast.Tuple)) and given.elts else None
-            )
+            value = _first_of(code, keyword(call, "device_ids", 1))
         else:
             continue
         if isinstance(value, ast.JoinedStr):
@@ -186,6 +183,14 @@ def rank_as_device(code: Code) -> Iterator[Hit]:
                 'Use int(os.environ["LOCAL_RANK"]).',
             )
             return
+
+
+def _first_of(code: Code, devices: ast.expr | None) -> ast.expr | None:
+    """Return the first item of a list that this file writes out. None if that is not known."""
+    made = code.origins(devices) if devices is not None else []
+    lists = [each for each in made if isinstance(each.node, (ast.List, ast.Tuple))]
+    known = lists[0].node if len(lists) == 1 and lists[0].code is code else None
+    return known.elts[0] if isinstance(known, (ast.List, ast.Tuple)) and known.elts else None
 
 
 def _meets_itself(code: Code) -> bool:

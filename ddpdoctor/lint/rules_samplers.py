@@ -11,7 +11,7 @@ from ddpdoctor.core.syntax import LOOPS, last_name
 from ddpdoctor.lint.calls import has_unpacked, keyword, targets_of
 from ddpdoctor.lint.code import Code, Origin
 from ddpdoctor.lint.conditions import exclusive, under
-from ddpdoctor.lint.loaders import is_loader, is_sampler, sampler_of, samplers_of
+from ddpdoctor.lint.loaders import is_loader, is_sampler, made_loader, sampler_of, samplers_of
 from ddpdoctor.lint.loops import repeats, runs_backward, runs_often, training_loops
 from ddpdoctor.lint.ranks import (
     counts_gpus,
@@ -32,9 +32,16 @@ def _shuffles(code: Code, sampler: ast.Call) -> bool:
     shuffle = keyword(sampler, "shuffle", 3)
     if shuffle is None:
         return not has_unpacked(sampler)
-    values = [each.node for each in code.origins(shuffle)]
+    values = [_or_default(each.node) for each in code.origins(shuffle)]
     known = all(isinstance(each, (ast.Constant, ast.Compare)) for each in values)
     return known and any(map(_is_for_training, values))
+
+
+def _or_default(value: ast.expr) -> ast.expr:
+    """Return the default of an option of a dictionary: ``options.pop("shuffle", True)``."""
+    if isinstance(value, ast.Call) and last_name(value.func) in ("get", "pop"):
+        return value.args[-1] if len(value.args) == 2 else value
+    return value
 
 
 def _is_for_training(shuffle: ast.expr) -> bool:
@@ -245,8 +252,10 @@ def _knows_options(code: Code, call: ast.Call) -> bool:
     )
 
 
-_OWN_LOADERS = frozenset(("deepspeed", "horovod", "colossalai", "megatron", "fairseq"))
-"""Frameworks that use the program's own loaders unchanged."""
+_OWN_LOADERS = frozenset(
+    ("deepspeed", "horovod", "colossalai", "megatron", "fairseq", "torch_geometric")
+)
+"""Frameworks that use the program's own loaders or samplers unchanged."""
 
 
 @rule("DDP103", Severity.WARNING, moot=_ALL - _OWN_LOADERS)
@@ -314,10 +323,10 @@ def _takes_batches(code: Code, call: ast.Call) -> bool:
 def _is_over(code: Code, node: ast.expr, sampler: ast.Call) -> bool:
     """Return whether an expression is a loader with a sampler."""
     return any(
-        is_loader(made)
-        and isinstance(made.node, ast.Call)
+        isinstance(made.node, ast.Call)
         and any(each.node is sampler for each in samplers_of(made.code, made.node))
-        for made in code.origins(node)
+        for made in map(made_loader, code.origins(node))
+        if is_loader(made) or last_name(getattr(made.node, "func", made.node)) == "__init__"
     )
 
 
