@@ -1,4 +1,4 @@
-"""``ddpdoctor attach``: where to attach a debugger to live runs; what jobs of others do."""
+"""``ddpdoctor attach``: show where to attach a debugger, and what jobs without ddpdoctor do."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _forward(name: str | None, given: Given) -> int:
     try:
         command = shlex.split(given.options["--through"])
     except ValueError as error:
-        raise DoctorError(f"--through is no command: {error}", "quote it as for a shell") from None
+        raise DoctorError(f"--through is invalid: {error}", "quote it as for a shell") from None
     command += [sys.executable, "-m", "ddpdoctor", "attach", "--stdio"]
     ranks = [given.options["--rank"]] if "--rank" in given else bridge.ranks([*command, *words])
     with contextlib.ExitStack() as stack:
@@ -243,7 +243,7 @@ def _connect(name: str | None, given: Given) -> int:
 
 
 def _examine(pid: int | None, given: Given) -> int:
-    """Show what the ranks of a job do that runs without ddpdoctor."""
+    """Show the activity of the ranks of a job that runs without ddpdoctor."""
     from ddpdoctor.commands.report import print_lines, text_of
     from ddpdoctor.render.stack_text import stacks_summary
     from ddpdoctor.stacks.frames import merge
@@ -281,8 +281,8 @@ def _inject(pid: int) -> int:
     own = attach_points.runs_code(pid)
     if not own and shutil.which("gdb") is None:
         raise DoctorError(
-            f"gdb is not installed, which loads debugpy into {pid}: its Python is older than 3.14",
-            f"install gdb, or look at it from outside: ddpdoctor attach {pid}",
+            f"process {pid} has a Python older than 3.14: loading debugpy into it needs gdb",
+            f"install gdb, or inspect it from outside: ddpdoctor attach {pid}",
         )
     how = "loads debugpy between two lines (PEP 768)" if own else "is stopped by gdb for a moment"
     print(f"process {pid} {how}")

@@ -62,7 +62,7 @@ def json_document(
 
 
 class Progress(StatusLine):
-    """A line on a terminal with the checks that are still running. Elsewhere it shows nothing.
+    """A line with the checks that are still running, on a terminal only.
 
     Args:
         names: The checks that were started.
@@ -129,7 +129,7 @@ def _list(chosen: Sequence[Check]) -> None:
 
 def _check(asked: command_lines.Arguments, chosen: list[Check]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # The terminal's encoding may lack letters of a path.
+        # The terminal's encoding may lack characters of a path.
         sys.stdout.reconfigure(errors="backslashreplace")
     signal.signal(signal.SIGTERM, _stop)
     signal.signal(signal.SIGHUP, _stop)
@@ -142,7 +142,7 @@ def _check(asked: command_lines.Arguments, chosen: list[Check]) -> int:
     progress = Progress(names)
     situation = replace(situation, say=progress.say)
     try:
-        # This may have to wake up all GPUs, which must not count as a check's time.
+        # This may have to wake all GPUs, which must not count towards a check's time.
         situation.shared(gpu_facts)
         outcomes = causes_only(run_checks(chosen, situation, progress.seen))
     except KeyboardInterrupt:
@@ -203,7 +203,7 @@ def _print(
     sys.stdout.write(screen(outcomes, view))
     if without and not view.first:
         print(f"\nnodes to exclude: {shown(','.join(without))}")
-    # A fault comes first: all nodes have to be checked again in any case.
+    # Skip this after a failure: all nodes have to be checked again anyway.
     failed = exit_status(outcomes) & FAILED
     words = "" if view.first or failed else open_words(situation, outcomes)
     if words:

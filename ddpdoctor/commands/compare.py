@@ -15,7 +15,7 @@ from ddpdoctor.core.options import FILE, Parser, Value
 from ddpdoctor.diagnose.speed.compare import Change, Comparison, Judged, compare, judge
 from ddpdoctor.render.json_lines import FORMAT
 
-UNREADABLE = 3  # Exit status where there is nothing to compare
+UNREADABLE = 3  # Exit status if there is nothing to compare
 _SHARE = re.compile(r"\+?(\d{1,4}(?:\.\d{1,3})?)%")
 _TIME_LIMIT, _MEMORY_LIMIT = "--max-step-time", "--max-memory"
 
@@ -136,7 +136,7 @@ def _lines(found: Comparison, judged: Sequence[Judged] = ()) -> Iterator[str]:
 
 
 def _json(found: Comparison, judged: Sequence[Judged] = ()) -> Iterator[str]:
-    """Yield the comparison as one JSON object. Times are seconds, of ``ranks`` their own time."""
+    """Yield the comparison as one JSON object. Times are in seconds; ``ranks`` has own times."""
     yield json_text(
         {
             "format": FORMAT,
@@ -178,7 +178,7 @@ def _verdict(found: Comparison) -> str:
         return f"{after} is as fast as {before}: {_time(total.after)} a step"
     sign = 1 if total.difference > 0 else -1
     text = f"{after} is {'slower' if sign > 0 else 'faster'} than {before}: {_change(total)} a step"
-    # A rank's own time is the cause of a longer wait, if it explains it.
+    # If a rank's own time explains a longer wait, it is the cause.
     *own, wait = found.phases
     most = max(own, key=lambda each: sign * each.difference)
     rank = max(found.ranks, key=lambda each: sign * each.difference, default=None)
@@ -212,7 +212,7 @@ def _seconds(each: Change) -> dict[str, float | None]:
 
 
 def _limit_line(each: Judged) -> str:
-    """Return what became of a limit."""
+    """Return a line on whether a limit was kept."""
     name = each.name.removeprefix("max-").replace("-", " ")
     if each.unknown:
         return f"not judged: {name}: {each.unknown}"

@@ -46,7 +46,7 @@ def parsers() -> dict[str, Parser]:
 def _options(parser: Parser) -> Iterator[tuple[Described, str]]:
     """Yield the options of a command, and torchrun's where the command passes them on.
 
-    Each comes with what completes its value: ``words``, ``directory``, ``file``, or nothing.
+    Each comes with the kind of its value: ``words``, ``directory``, ``file``, or empty.
     """
     for each in parser.described:
         if each.choices:

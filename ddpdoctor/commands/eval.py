@@ -39,15 +39,15 @@ Exit status: 0; 1 if a rank has no value; 2 if there is no such run or rank.
 )
 
 LEADS = 0.5, 3.0
-"""Seconds until the chosen step ends, so that all ranks have been asked by then. The second one
-counts if the first was too short."""
+"""Seconds until the chosen step ends, so that all ranks have been asked by then. The second value
+is for another try if the first was too short."""
 
 
 def main(words: Sequence[str]) -> int:
     """Evaluate the expression and print its values."""
     given = PARSER.read(words)
     if not 1 <= len(given.rest) <= 2:
-        raise PARSER.wrong("an expression is needed, in quotes, and a run at most")
+        raise PARSER.wrong("name an expression, in quotes, and at most one run")
     from ddpdoctor.debug import at_step, attach_points
     from ddpdoctor.debug.clients import EVALUATE
 

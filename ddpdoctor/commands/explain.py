@@ -40,7 +40,7 @@ class _Entry:
     name: str
     kind: str  # The usual severity of a rule's findings, or ``check``
     page: str
-    messages: tuple[str, ...] = ()  # Lines of logs and exceptions, as printed, that show it
+    messages: tuple[str, ...] = ()  # Lines of logs and exceptions that show it, as printed
 
     @property
     def summary(self) -> str:
@@ -88,7 +88,7 @@ def _meant(word: str, known: Mapping[str, _Entry]) -> list[str]:
     """Return the codes for a word: a code, a name or a part of it, or text of a page or a log.
 
     Raises:
-        DoctorError: There is none.
+        DoctorError: There is no such code.
     """
     text = word.lower()
     by_name = {entry.name: code for code, entry in known.items()}
@@ -114,13 +114,13 @@ def _printed(text: str) -> list[str]:
     reader = LogReader("the text")
     reader.feed(f"{text}\n".encode(errors="replace"))
     codes = {finding.code for finding in verdict.findings(reader.close())}
-    if seen := recognise(text):  # Also what would not be reported alone, such as a warning
+    if seen := recognise(text):  # Also lines that are not reported alone, such as warnings
         codes.add(seen[0].code)
     return sorted(codes - {"DDP900"} or codes)
 
 
 def reflow(page: str, width: int) -> Iterator[str]:
-    """Yield the lines of a page, wrapped at ``width`` columns. Code stays as it is."""
+    """Yield the lines of a page, wrapped at ``width`` columns. Code is unchanged."""
     text = margin = ""
     for line in (*page.splitlines(), ""):
         indent = line[: len(line) - len(line.lstrip())]

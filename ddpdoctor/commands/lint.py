@@ -1,4 +1,4 @@
-"""``ddpdoctor lint``: find misuse of DistributedDataParallel in code that does not run."""
+"""``ddpdoctor lint``: find misuse of DistributedDataParallel without running the code."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ wrong.
     },
 )
 
-_EVERY = 0.5  # Seconds between two looks at the files with --watch
+_EVERY = 0.5  # Seconds between two checks of the files with --watch
 
 
 def main(words: Sequence[str]) -> int:
@@ -103,11 +103,11 @@ def _selected(given: Given, sources: list[files.SourceFile]) -> list[Problem]:
     return [each for each in check(sources) if each.severity >= least and each.code in selection]
 
 
-_ROUNDS = 10  # Checks after fixes, since one may make another possible
+_ROUNDS = 10  # Maximum rounds of fixes, since one may make another possible
 
 
 def _fix(given: Given) -> None:
-    """Fix files until nothing more can be fixed."""
+    """Fix files until no more fixes are possible."""
     fixed = 0
     for _ in range(_ROUNDS):
         changes = _changes(given)
@@ -123,7 +123,7 @@ def _fix(given: Given) -> None:
 
 
 def _diff(given: Given) -> int:
-    """Print what one round of fixes would change. Returns the exit status."""
+    """Print the changes of one round of fixes. Return the exit status."""
     changes = _changes(given)
     for path, (before, after, _) in changes.items():
         sys.stdout.writelines(fixes.diff(path, before, after))
@@ -131,7 +131,7 @@ def _diff(given: Given) -> int:
 
 
 def _changes(given: Given) -> dict[str, tuple[str, str, int]]:
-    """Return the texts before and after safe fixes, and how many they fix, by file."""
+    """Return the texts before and after safe fixes, and the number of fixes, by file."""
     sources = {each.path: each for each in map(files.read, files.find(given.rest))}
     edits: dict[str, list[tuple[fixes.Edit, ...]]] = {}
     for each in _selected(given, list(sources.values())):

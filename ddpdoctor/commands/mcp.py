@@ -49,6 +49,6 @@ def main(words: Sequence[str]) -> int:
             f"mcp needs the package of that name: {error}",
             "install it: pip install 'ddpdoctor[mcp]'",
         ) from None
-    # The front matter is for files of skills alone.
+    # The front matter is only for skill files.
     serve(SKILL.read_text().split("---\n", 2)[2].strip(), control="--allow-control" in given)
     return 0

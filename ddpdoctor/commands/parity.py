@@ -48,7 +48,7 @@ from ddpdoctor.scale.session import Stopped, run_once, stop_at_signals
 from ddpdoctor.supervise import command as job_command
 
 DEFAULT_STEPS = 100
-REPLAYED_STEP = 5  # A step after the first, in which torch and the job still prepare
+REPLAYED_STEP = 5  # A step after the first ones, in which torch and the job still prepare
 WRITE_TIMEOUT = 1.0  # Seconds after the last step, in which the ranks write what they recorded
 REPLAY_TIMEOUT = 600.0  # Seconds
 
@@ -158,7 +158,7 @@ def _report(given: Given, runs: list[Compared], failed: Sequence[str]) -> int:
 
 
 def _made(given: Given) -> tuple[list[Compared], list[str]]:
-    """Run each size. Returns those that can be compared, and why the others cannot."""
+    """Run each size. Return the comparable ones, and why the others cannot be compared."""
     launch = launch_from(given, (1,))
     sizes = results.sizes((1,), given.get("--nproc", (1, 2)))
     if len(sizes) < 2:
@@ -215,7 +215,7 @@ def _read(directory: Path, replays: bool = False) -> Compared:
     """Read a run. ``replays``: its ranks were asked to keep a step.
 
     Raises:
-        DoctorError: Its ranks recorded nothing that can be compared.
+        DoctorError: The ranks recorded no data to compare.
     """
     run = RunReader(directory, lenient=True).snapshot()
     training = training_of(run)
@@ -243,7 +243,7 @@ _EXAMINED = frozenset(
      "DDP115", "DDP116", "DDP117", "DDP317", "DDP329", "DDP330", "DDP337", "DDP342", "DDP601",
      "DDP701")
 )  # fmt: skip
-"""Rules on one run whose findings change what a job trains with. Others are the run's own."""
+"""Rules whose findings on one run affect its training. Findings of other rules are left out."""
 
 
 def _replayed(run: Run, asked: bool) -> Comparison | None:
@@ -264,7 +264,7 @@ def _replayed(run: Run, asked: bool) -> Comparison | None:
     except subprocess.TimeoutExpired:
         return Comparison(why_not=f"it took more than {REPLAY_TIMEOUT:.0f} s")
     except (ValueError, IndexError, KeyError, TypeError):
-        return Comparison(why_not="the process that computed it ended")
+        return Comparison(why_not="the process that computed it failed")
 
 
 def _findings(every: Sequence[Compared]) -> list[Finding]:
@@ -275,7 +275,7 @@ def _findings(every: Sequence[Compared]) -> list[Finding]:
         found += each.findings
     for each in every:
         found += _wrong_gradient(each)
-    # A fault of several sizes is one. What a single run shows replaces what two sizes do.
+    # Report a fault of several sizes once. What a single run shows replaces what two sizes do.
     single = {each.identity: each for each in found}.values()
     return worst_first(
         each for each in single if not any(explains(cause, each) for cause in single)
@@ -310,8 +310,8 @@ def _wrong_gradient(each: Compared) -> list[Finding]:
             ranks=tuple(range(replayed.world_size)),
             location=wrapped_at(each.run),
             evidence=(*evidence, *replayed.remarks),
-            fix="Look for what changes gradients between DDP and the average: no_sync() around the "
-            "last backward, a communication hook, a forward beside DDP.",
+            fix="Look for code that changes gradients apart from averaging: no_sync() around the "
+            "last backward, a communication hook, a forward that bypasses DDP.",
             about="gradient",
         )
     ]

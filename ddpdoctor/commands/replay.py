@@ -58,7 +58,7 @@ finite, or devices differ by more than rounding; 2 for bad input.
 
 
 def main(words: Sequence[str]) -> int:
-    """Compute the forwards of the step, and print what they returned."""
+    """Compute the forwards of the step, and print their results."""
     given = PARSER.read(words)
     if len(given.rest) != 1:
         raise DoctorError("name one run directory", "such as: ddpdoctor replay RUN --rank 3")
@@ -77,7 +77,7 @@ def main(words: Sequence[str]) -> int:
             "if you would run the job that wrote it, add --trust",
         ) from None
     except Exception as error:
-        # The classes of the job may fail to be imported in any way.
+        # Importing the job's classes may fail in any way.
         raise DoctorError(
             f"{path.name} cannot be read here: {type(error).__name__}: {error}",
             "run it in the job's environment and directory",
@@ -109,7 +109,7 @@ def _on_devices(capsule: Capsule, torch: Any, names: Sequence[str]) -> int:
 
 
 def _file(directory: Path, rank: int | None) -> Path:
-    """Return the file of a rank, or the first that is there."""
+    """Return the file of a rank, by default the first one."""
     kept = sorted(directory.glob("capsule-*.pickle"))
     wanted = directory / capsule_file(rank) if rank is not None else kept[0] if kept else None
     if wanted is not None and wanted in kept:
@@ -138,7 +138,7 @@ def _head(capsule: Capsule) -> str:
 
 
 def _computed(capsule: Capsule, torch: Any, stop: bool) -> int:
-    """Compute the forwards. Returns 1 if one fails, or has outputs that are not finite."""
+    """Compute the forwards. Return 1 if one fails, or has outputs that are not finite."""
     steps.restore(capsule, torch)
     status = 0
     outputs = {}

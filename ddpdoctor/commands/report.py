@@ -37,7 +37,7 @@ from ddpdoctor.run.snapshot import Run
 # -- ``ddpdoctor report``: show the findings of a finished run, or of a job's log
 
 
-UNREADABLE = 3  # Exit status where there is nothing to report on
+UNREADABLE = 3  # Exit status if there is nothing to report on
 
 _OF_A_RUN = ("rank-*.status", "rank-*.jsonl", "supervisor.jsonl", "process-*.jsonl")
 
@@ -149,7 +149,7 @@ def _check(given: Given) -> None:
     if "--with" in given and "--trace" not in given:
         raise DoctorError("--with needs --trace", "--trace FILE is what the traces are merged into")
     if "--log" in given and "--flight" in given:
-        raise DoctorError("--log and --flight do not go together", "report on each by itself")
+        raise DoctorError("--log and --flight do not go together", "report on each separately")
     of_logs = "--log" in given or "--slurm" in given
     for option in ("--redact", "--notify"):
         if option in given and not of_logs:
@@ -207,7 +207,7 @@ def _report_run(given: Given) -> list[Finding]:
 
         send_finished(path, given.get("--log-to"), complain)
     if print_for_tools(given, found, job_script(run), lambda each: json_lines.head_of(each, run)):
-        # Standard output is for the tool that reads it.
+        # Standard output is reserved for the tool that reads it.
         for file in files:
             complain(file)
         return found
@@ -247,7 +247,7 @@ def snapshot(path: Path) -> Run:
 def _write_files(
     given: Given, run: Run, found: Sequence[Finding], live: bool, remark: str, faults: Faults
 ) -> list[str]:
-    """Write the files for ``--html`` and ``--trace``. Returns a line about each."""
+    """Write the files for ``--html`` and ``--trace``. Return a line about each."""
     written = []
     if "--html" in given:
         from ddpdoctor.render.html.page import page, report_content
@@ -271,10 +271,10 @@ def _write_files(
 
 
 def _write(name: str, faults: Faults, part: str, write: Callable[[str], int]) -> str:
-    """Write a file. Returns its name and size, in words.
+    """Write a file. Return its name and size, in words.
 
     Raises:
-        DoctorError: It cannot be written, or its content cannot be made.
+        DoctorError: The file cannot be written, or its content cannot be generated.
     """
     try:
         open(name, "wb").close()
@@ -324,7 +324,7 @@ def _is_there(path: Path) -> bool:
     """Return whether a path exists.
 
     Raises:
-        DoctorError: This user has no permission to know.
+        DoctorError: This user has no permission to check.
     """
     try:
         path.stat()
@@ -336,13 +336,13 @@ def _is_there(path: Path) -> bool:
 
 
 def is_foreign(path: Path) -> bool:
-    """Print a remark if it is a run of another user. Returns whether it is."""
+    """Print a remark if a run is another user's. Return whether it is."""
     if remark := as_copy(path):
         complain(remark)
     return bool(remark)
 
 
-# -- what is printed of findings: text, or lines for tools
+# -- print findings as text, or as lines for tools
 
 
 def print_for_tools(
@@ -351,7 +351,7 @@ def print_for_tools(
     script: str,
     head: Callable[[Finding], dict[str, Any]],
 ) -> bool:
-    """Print findings in the requested format, unless it is text. Returns whether it is not."""
+    """Print findings in the requested format unless it is text. Return whether it is not."""
     one = line_format(given.get("--output", "text"))
     if "--json" in given:
         print_lines(json_lines.line(finding, head(finding)) for finding in found)
@@ -372,7 +372,7 @@ def complain(text: str) -> None:
 
 
 def text_of(finding: Finding, written: float, kept: Path | None) -> str:
-    """Return a finding as a terminal shows it."""
+    """Return a finding as text for the terminal."""
     return console.render(
         finding,
         colour=terminal.wants_colour(1),

@@ -20,7 +20,7 @@ from ddpdoctor.failures.occurrences import Occurrence
 from ddpdoctor.render import json_lines, reporter
 from ddpdoctor.system.proc import pause
 
-_SENT = 25.0  # Seconds for all messages of ``--notify``, with their second attempts
+_SENT = 25.0  # Seconds for all messages of ``--notify``, including second attempts
 
 
 def report(given: Given) -> list[Finding]:
@@ -49,7 +49,7 @@ def _of_slurm(given: Given) -> list[Finding]:
 
 
 def _watch(given: Given) -> list[Finding]:
-    """Report on jobs whose logs were written and are at rest, until somebody interrupts it."""
+    """Report on jobs whose logs have stopped growing, until interrupted."""
     from ddpdoctor.failures import watching
 
     watch = watching.Watch(given.rest or ["."])
@@ -131,7 +131,7 @@ def _read(
 
 
 def _opened(paths: Sequence[str]) -> Iterator[tuple[str, Iterator[bytes]]]:
-    """Yield the logs with their names, relative to the directory of all."""
+    """Yield the logs with their names, relative to their common directory."""
     common = os.path.commonpath([os.path.abspath(name) for name in paths]) if paths else ""
     for path in paths:
         for name, chunks in texts_of(path):

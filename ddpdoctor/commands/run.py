@@ -23,7 +23,7 @@ PARSER = job_command.PARSER
 
 def main(words: Sequence[str]) -> int:
     """Run a job."""
-    # Before a library opens a descriptor that programs inherit.
+    # List them before a library opens a descriptor that programs inherit.
     inherited = proc.inheritable()
     return start(job_command.build(words, os.environ), inherited)
 
@@ -42,7 +42,7 @@ def start(command: Command, inherited: Sequence[int] = ()) -> int:
     except DoctorError:
         raise
     except Exception as error:
-        # The job starts all the same.
+        # Start the job without the debugger.
         reporter.faults.failed([("the debugger", error)])
     try:
         directory = rundir.create(command.own.run_dir)

@@ -1,4 +1,4 @@
-"""``ddpdoctor scale``: run a job at several sizes, and find what keeps it from scaling."""
+"""``ddpdoctor scale``: run a job at several sizes, and find what limits its scaling."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def make_folder(given: Given) -> Path:
     """Make the directory of the runs.
 
     Raises:
-        DoctorError: It cannot be made.
+        DoctorError: The directory cannot be created.
     """
     try:
         return rundir.create_series(given.get("--run-dir"))
@@ -238,12 +238,12 @@ def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except Exception:
-        # This imports the package around the module, which may fail in any way.
+        # This imports the module's package, which may fail in any way.
         return False
 
 
 def check_command(started: Launch, name: str) -> None:
-    """Refuse what ``ddpdoctor run`` would refuse in each run of the command of that name."""
+    """Refuse options and arguments that each ``ddpdoctor run`` of command ``name`` would refuse."""
     words = ["--no-debug", "--no-vscode", *started.typed, "--", *started.rest]
     command = job_command.build(words, os.environ)
     if not command.through_torchrun:

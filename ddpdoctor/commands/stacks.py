@@ -64,10 +64,10 @@ class _Taken:
     """The stacks of the ranks of a run or job."""
 
     name: str
-    started: int  # Unix nanoseconds. A source that was changed since is not what runs.
+    started: int  # Unix nanoseconds. Source files changed later are not what runs.
     stacks: tuple[RankStacks, ...]
     time: int  # Unix nanoseconds
-    state: str  # Why they are not of now; empty if they are
+    state: str  # Why the stacks are not current; empty if they are
 
 
 def main(words: Sequence[str]) -> int:
@@ -92,7 +92,7 @@ def is_of_job(name: str | None, given: Given) -> bool:
     """Return whether the command line names a process, or the newest job, rather than a run.
 
     Raises:
-        DoctorError: It names both.
+        DoctorError: The command line names both.
     """
     if "--job" in given and name is not None:
         raise PARSER.wrong(f"--job is your newest job, and {name} names another", "leave one out")
@@ -172,7 +172,7 @@ def _started(path: Path) -> int:
 
 
 def _over(path: Path) -> str:
-    """Return why the ranks of a run are not asked."""
+    """Return why the ranks of a run cannot be asked."""
     return "has ended" if stranger(path) is None else "is another user's"
 
 

@@ -209,7 +209,7 @@ def _monitor(given: Given, run: str | None) -> int:
             return _serve(given, run)
         raise DoctorError(
             "top needs a terminal" + (" (TERM is dumb)" if terminal.is_dumb() else ""),
-            "--once prints one frame, --json --watch is for machines",
+            "--once prints one frame, --json --watch is for programs",
         )
     # Report a wrong name before the screen is taken.
     if run is not None:

@@ -1,4 +1,4 @@
-"""``ddpdoctor vscode``: write what VS Code needs to run a job and attach to all its ranks."""
+"""``ddpdoctor vscode``: write VS Code's entries to run a job and attach to all its ranks."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _job(given: Given, ranks: int) -> list[str]:
     job = [*given.typed(), *separator, *script]
     for_torchrun = script[0].endswith((".py", _FILE)) or (given.passed and not separator)
     if for_torchrun and not given.has_passed(*_NPROC):
-        # As many ranks as there are attach configurations.
+        # Start one rank for each attach configuration.
         job = ["--nproc-per-node", str(ranks), *job]
     return job
 
@@ -151,7 +151,7 @@ def _remove(workspace: Path, here: Path) -> None:
 
 
 def _in_files(path: Path, workspace: Path) -> str:
-    """Return a path for VS Code's files: below the workspace folder if it is."""
+    """Return a path for VS Code's files, relative to the workspace folder if it is below it."""
     for root, place in ((workspace, path), (workspace.resolve(), path.resolve())):
         if place.is_relative_to(root):
             below = place.relative_to(root)

@@ -11,7 +11,7 @@ from ddpdoctor.debug.sessions import Session, connect, for_each
 from ddpdoctor.run.reader import glance
 from ddpdoctor.run.snapshot import Run
 
-MAX_APART = 1  # Steps between ranks that train in lockstep
+MAX_APART = 1  # Maximum steps between ranks that train in lockstep
 
 
 def ask(
@@ -24,7 +24,7 @@ def ask(
         ranks: The ranks to ask.
         command: A key of :data:`ddpdoctor.debug.clients.AT_STEP`.
         lead: Seconds until the step, so that all ranks have been asked by then.
-        arguments: Its other arguments.
+        arguments: Other arguments of the command.
     """
     found: dict[int, dict[str, Any]] = {}
     sessions: dict[int, Session] = {}
@@ -45,7 +45,7 @@ def ask(
 
 
 def trouble(answer: dict[str, Any]) -> str:
-    """Return why a rank has no value."""
+    """Return why a rank returned no value."""
     return f"*** {answer.get('error') or answer.get('trouble') or 'no value'}"
 
 

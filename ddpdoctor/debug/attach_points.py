@@ -1,7 +1,7 @@
-"""Find the debug ports of live ranks, and open some in processes that have none.
+"""Find the debug ports of live ranks, and open ports in processes that have none.
 
-An editor trusts what it attaches to. So the run has to belong to this user, and so has the process
-that listens at a port: the kernel is asked before a port is printed or written.
+An editor trusts the process it attaches to. So the run and the process that listens at a port have
+to belong to this user. The kernel is asked for the owner before a port is printed or written.
 
 The gateway of a run serves the port. debugpy's own port would be open to every user of the machine,
 and another process could take a free port before debugpy does.
@@ -74,7 +74,7 @@ def debugged_run(name: str | None) -> Run:
     """Return a live run with debug ports, by default the newest.
 
     Raises:
-        DoctorError: There is none.
+        DoctorError: There is no such run.
     """
     paths = [rundir.find(name)] if name is not None else rundir.some_live()
     run = live_run(paths[0])
@@ -87,7 +87,7 @@ def debugged_run(name: str | None) -> Run:
 
 
 def chosen_ranks(run: Run, ranks: frozenset[int] | None) -> frozenset[int]:
-    """Return the living ranks of a run, or the chosen ones among them.
+    """Return the live ranks of a run, or the chosen ones among them.
 
     Raises:
         DoctorError: There is no such rank.
@@ -101,7 +101,7 @@ def chosen_ranks(run: Run, ranks: frozenset[int] | None) -> frozenset[int]:
 
 
 def live_ranks(run: Run) -> frozenset[int]:
-    """Return the living ranks with a debug port."""
+    """Return the live ranks with a debug port."""
     states = run.debug_states
     return frozenset(rank for rank, each in states.items() if each.state not in ("gone", "lost"))
 
@@ -133,7 +133,7 @@ def hosts(run: Run) -> dict[int, str]:
 
 
 def _trouble(run: Run, port: int | None) -> str:
-    """Return why no debugger may attach to a port. Not known for another machine."""
+    """Return why no debugger may attach to a port. Empty for a port on another machine."""
     if port is None or port not in _ports(run):
         return "it has no port"
     if not _is_here(run):
@@ -186,7 +186,7 @@ def host(run: Run) -> str:
     if isinstance(address, str) and _ADDRESS.fullmatch(address):
         address = gateway.reachable(address)
         try:
-            # By its name, a client may reach another address of the host.
+            # A name may lead a client to another address of the host.
             return address if ":" in address else socket.gethostbyname(address)
         except (OSError, UnicodeError):
             pass
@@ -246,7 +246,7 @@ def _ports(run: Run) -> list[int]:
 
 
 def _root(run: Run) -> dict[int, int]:
-    """Return the port of debug sessions with all ranks, by `ALL`. Empty if there is none."""
+    """Return the port of debug sessions with all ranks, keyed by `ALL`. Empty if there is none."""
     port = integer(run.manifest["debug"], "root")
     own = not _is_here(run) or peers.listener(port, host(run)) == os.geteuid()
     return {vscode_configurations.ALL: port} if 0 < port <= _LAST_PORT and own else {}
@@ -305,7 +305,7 @@ def write(
 # -- open a debug port for a Python process that runs without ddpdoctor
 
 
-CONNECT_TIMEOUT = 60.0  # Seconds for the process to connect to the gateway once it was asked to
+CONNECT_TIMEOUT = 60.0  # Seconds for the process to connect to the gateway when asked to
 
 _SLEEPER = "import time\nprint(flush=True)\nwhile True: time.sleep(0.02)"
 _BREAK_TIMEOUT = 0.5  # Seconds for a process that gdb has broken to end
@@ -323,7 +323,7 @@ run_python_code(int(sys.argv[1]), sys.argv[2], connect_debugger_tracing=False)
 
 _REMOTE_EXEC = "import sys; sys.remote_exec(int(sys.argv[1]), sys.argv[2])"
 _PTRACE = "ptrace must be allowed: run as the same user, see /proc/sys/kernel/yama/ptrace_scope"
-_REFUSED = ("ptrace", "No symbol")  # In gdb's output, though its exit status is 0
+_REFUSED = ("ptrace", "No symbol")  # In gdb's output, even if its exit status is 0
 
 _JOIN = """
 import sys
@@ -400,7 +400,7 @@ def runs_code(pid: int) -> bool:
     """Return whether a Python process runs code on request (PEP 768, Python 3.14)."""
     asked = [f"/proc/{pid}/exe", "-Ic", "import sys; sys.exit(not hasattr(sys, 'remote_exec'))"]
     with contextlib.suppress(OSError):
-        # Other programs have Python inside.
+        # Other programs embed Python.
         named_python = os.path.basename(os.readlink(asked[0])).startswith("python")
         return named_python and subprocess.run(asked, capture_output=True).returncode == 0
     return False
@@ -419,9 +419,8 @@ def _inject(pid: int, directory: str) -> None:
     else:
         if breaks_sleepers():
             raise DoctorError(
-                f"gdb would break process {pid}: on this machine a process it has called into "
-                "fails",
-                f"look at it from outside (ddpdoctor attach {pid}), or start the job with "
+                f"gdb would break process {pid}: on this machine, its calls make a process fail",
+                f"inspect it from outside (ddpdoctor attach {pid}), or start the job with "
                 "ddpdoctor run",
             )
         # gdb's command line cannot carry quotes and line ends.
@@ -433,7 +432,7 @@ def run_inside(pid: int, script: Path) -> None:
     """Let a process of Python 3.14 run a script on its main thread, between two lines (PEP 768).
 
     Raises:
-        DoctorError: It cannot be asked.
+        DoctorError: The process cannot be asked.
     """
     _start([f"/proc/{pid}/exe", "-Ic", _REMOTE_EXEC, str(pid), str(script)], pid)
 
@@ -458,7 +457,7 @@ def _start(command: Sequence[str], pid: int) -> None:
 
 
 def breaks_sleepers() -> bool:
-    """Return whether a call by gdb ends a sleeping process. Tries it on a child process.
+    """Return whether a call by gdb ends a sleeping process, by trying it on a child process.
 
     Where gdb cannot write the registers back ("Couldn't write extended state status": gdb 13 on
     some virtual machines), the system call that it interrupted fails with an invalid error number

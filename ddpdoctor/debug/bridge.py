@@ -1,4 +1,4 @@
-"""Reach ranks that only a command reaches: ``srun --overlap``, a jump host, ``kubectl exec``.
+"""Reach ranks through a command: ``srun --overlap``, a jump host, ``kubectl exec``.
 
 ``ddpdoctor attach --through COMMAND`` listens on this machine. For each client the command starts
 ``ddpdoctor attach --stdio`` on the node, which connects to the debug port there.
@@ -47,7 +47,7 @@ def ranks(command: Sequence[str]) -> list[int]:
     """Ask the far end for the ranks that a debugger can attach to.
 
     Raises:
-        DoctorError: The command fails, or there is none.
+        DoctorError: The command fails, or there is no such rank.
     """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_TIMEOUT)
@@ -76,7 +76,7 @@ def serve(listeners: Mapping[socket.socket, Sequence[str]]) -> None:
 def _serve(client: socket.socket, command: Sequence[str]) -> None:
     with client:
         try:
-            # Others have accounts on a login node, too, and a debugger runs code.
+            # A login node has other users, and a debugger runs code.
             if not peers.is_trusted(peers.user(client)):
                 return
             process = subprocess.Popen(
@@ -99,8 +99,8 @@ def copy(connection: socket.socket, source: int, target: int) -> None:
 
     Args:
         connection: The socket.
-        source: What is read from here goes into the socket.
-        target: What is read from the socket goes here.
+        source: Data from this descriptor goes to the socket.
+        target: Data from the socket goes to this descriptor.
     """
     client = connection.fileno()
     with contextlib.suppress(OSError):

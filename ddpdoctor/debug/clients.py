@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # -- requests about the frames of a thread in native code, which debugpy refuses
 
 
-NATIVE_TIMEOUT = 8.0  # Seconds for an answer. The rank evaluates for 3 s at most
+NATIVE_TIMEOUT = 8.0  # Seconds for an answer. The rank evaluates for at most 3 s
 
 SCOPES = {"Locals": "locals", "Globals": "globals"}
 
@@ -116,7 +116,7 @@ class NativeFrames:
 
 
 async def _ask(link: RankLink, what: str, values: Message) -> Message:
-    """Ask the rank. Raises SilentError if it does not answer, or with an error."""
+    """Ask the rank. Raises SilentError if it does not answer, or answers with an error."""
     answer = await link.ask(what, NATIVE_TIMEOUT, **values)
     if "error" in answer:
         raise SilentError(answer["error"])
@@ -138,7 +138,7 @@ CLOSE_TIMEOUT = 3.0  # Seconds for a client to close its connection after the se
 TAKEOVER_TIMEOUT = 3.0  # Seconds for the previous session to end when a new client comes
 
 COMPILED_NOTE = (
-    "ddpdoctor: this rank runs functions that torch.compile took; breakpoints in them are not hit"
+    "ddpdoctor: this rank runs functions compiled by torch.compile; breakpoints in them are not hit"
 )
 
 PAUSE_TIMEOUT = 1.0  # Seconds for a thread to stop when it is asked to
@@ -166,7 +166,7 @@ WRITE_TIMEOUT = 60.0  # Seconds for a rank to write its trace after its steps
 
 
 class RefusedError(Exception):
-    """A client cannot be served. ``requests`` wait for an answer, by default the first ones."""
+    """A client cannot be served. ``requests`` await an answer, by default the first ones."""
 
     def __init__(self, text: str, requests: Sequence[Message] = ()) -> None:
         super().__init__(text)
@@ -175,7 +175,7 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Project:
-    """A run's script and folders, to tell its clients from those of another project.
+    """A run's script and folders, to distinguish its clients from those of another project.
 
     Attributes:
         script: The name of the job's script.
@@ -188,9 +188,9 @@ class Project:
     def objection(self, arguments: Message, port: int) -> str:
         """Return why a client must not attach to a port, or an empty string.
 
-        An entry in launch.json that an earlier run of ddpdoctor left leads to the job that has the
-        port now. Any other client knows what it attaches to, and the folder of a client on another
-        machine means nothing here.
+        An entry that an earlier run left in launch.json leads to the job that has the port now. Any
+        other client knows which job it attaches to, and the folder of a client on another machine
+        means nothing here.
         """
         folder = arguments.get("workspaceFolder")
         if not is_ours(arguments.get("name")) or not isinstance(folder, str):
@@ -233,7 +233,7 @@ class Clients:
         *,
         by_port: bool = True,
     ) -> None:
-        """Serve a connection to a debug port, or to the socket beside it."""
+        """Serve a connection to a debug port, or to its Unix socket."""
         tap = dap.SessionState()
         if by_port:
             tap.objects = partial(self.objection, port=slot.port)
@@ -254,7 +254,7 @@ class Clients:
         finally:
             self._ranks.tasks.discard(task)
             writer.close()
-            # `close` waits for a client that does not read what was written.
+            # `close` would wait for a client that does not read the written data.
             asyncio.get_running_loop().call_later(CLOSE_TIMEOUT, writer.transport.abort)
 
     def objection(self, arguments: Message, port: int) -> str:
@@ -317,7 +317,7 @@ class Clients:
     async def _at_step(
         self, slot: Slot, request: dap.Message, writer: asyncio.StreamWriter
     ) -> None:
-        """Answer with what a rank has at the end of a step. No session is needed."""
+        """Answer with a rank's result at the end of a step. No session is needed."""
         command, wanted = str(request["command"]), request.get("arguments") or {}
         seconds = min(float(wanted["seconds"]), MAX_WAIT)
         asked = {name: wanted[name] for name in _ARGUMENTS[command]}
@@ -339,7 +339,7 @@ class Clients:
         await writer.drain()
 
     async def _reach(self, slot: Slot, client: asyncio.StreamWriter) -> Streams:
-        """Return a connection to debugpy in the rank, which starts it if necessary."""
+        """Return a connection to debugpy in the rank. Start debugpy if necessary."""
         await self._ranks.wait_until(lambda: slot.link is not None, APPEAR_TIMEOUT)
         link = slot.link
         if link is None:
@@ -552,7 +552,7 @@ async def refuse(
 # -- debug ports for the ranks of other nodes, whose connections the exchange carries there
 
 
-MAX_PORTS = 256  # Ports for ranks of other nodes
+MAX_PORTS = 256  # Maximum number of ports for ranks of other nodes
 
 
 @dataclass
@@ -574,7 +574,7 @@ class OtherNodes:
     Args:
         ranks: The ranks of this node. Clients also hear about those of other nodes.
         clients: Runs the sessions.
-        admission: Admits the same users as to the ports of this node.
+        admission: Admits the same users as at the ports of this node.
         bind: Listens on that many consecutive ports from a given one.
         first: The port of rank 0.
         directory: The run directory.
@@ -609,10 +609,7 @@ class OtherNodes:
         return {each.rank: each.host for each in list(self._ports.values())}
 
     def server(self, number: int) -> Serve | None:
-        """Return the server for the sessions of a port.
-
-        None if it is not a port of another node.
-        """
+        """Return the server for a port's sessions. None if the port is not of another node."""
         found = (port for port in self._ports.values() if port.number == number)
         return next((partial(self._serve, port) for port in found), None)
 

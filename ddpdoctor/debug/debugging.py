@@ -62,7 +62,7 @@ class OwnTerminal:
     def __init__(self) -> None:
         self._prompt: subprocess.Popen[bytes] | None = None
         self._settings: list[Any] = []
-        self._known: list[object] = []  # The waits for which a prompt was opened
+        self._known: list[object] = []  # The waits for which the prompt was opened
 
     @property
     def is_open(self) -> bool:
@@ -96,7 +96,7 @@ class OwnTerminal:
                     preexec_fn=_take_terminal,
                 )
         except (OSError, termios.error, subprocess.SubprocessError):
-            # Without a terminal people attach as without the option.
+            # Without a terminal, users attach as they would without the option.
             return
 
     def _take_back(self) -> None:
@@ -122,7 +122,7 @@ def _take_terminal() -> None:
 
 def _give_terminal_to(group: int) -> None:
     """Make a process group of this session the terminal's foreground group."""
-    # Otherwise a process in the background would be stopped for this.
+    # Otherwise this call would stop a process in the background.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTTOU])
     with contextlib.suppress(OSError):
         os.tcsetpgrp(_STDIN, group)
@@ -166,7 +166,7 @@ class Editor:
                 claims.append({"label": self.label, "directory": str(directory)})
                 rundir.put(state_file(self.workspace, "json"), json.dumps(claims).encode())
         except (OSError, DoctorError):
-            # Without a place for the record, use the plain names.
+            # Without a directory for the record, use the plain names.
             return
 
     def write(self, host: str, ports: dict[int, int], nodes: dict[int, str]) -> str:
@@ -205,7 +205,7 @@ class Editor:
     def restore(self) -> None:
         """Restore a launch.json that git tracks, so that a run leaves nothing to commit.
 
-        It is left unchanged if others have changed it meanwhile.
+        Leave it unchanged if others have changed it meanwhile.
 
         Raises:
             DoctorError: The file cannot be changed. It is unchanged.
@@ -330,14 +330,14 @@ DEFAULT_PORTS = 16  # Number of ports for a command whose number of ranks is unk
 
 
 class Speaker(Protocol):
-    """The output for people."""
+    """The output to the user."""
 
     @property
     def faults(self) -> Faults:
         """Errors in ddpdoctor itself."""
 
     def note(self, text: str) -> None:
-        """Print what ddpdoctor does. Nothing with ``--quiet``."""
+        """Print an action of ddpdoctor. Print nothing with ``--quiet``."""
 
     def say(self, text: str) -> None:
         """Print something that requires the user's action."""
@@ -380,13 +380,13 @@ class Debugging:
         if self._command.own.wait_for_attach is not None:
             words.append("gate")
             if not self._command.one_node:
-                # While ranks are held at the start, other nodes cannot know about it.
+                # Other nodes cannot know that ranks are held at the start.
                 words.append("lift")
         if self._command.own.debug_on_error:
             words.append("error")
         environment = {DEBUG: ",".join(words)}
         if len(words) > 1 and _NCCL_HEARTBEAT not in os.environ:
-            # NCCL's monitor ends a process that is held for long, and cannot be changed later.
+            # NCCL's monitor ends a process that is held for long. Its timeout cannot change later.
             environment[_NCCL_HEARTBEAT] = str(7 * 24 * 3600)
         return environment
 
@@ -422,7 +422,7 @@ class Debugging:
         self._sockets = gateway.RunSockets(directory, len(self._ports.listeners))
 
     def announce(self, directory: Path) -> None:
-        """Write launch.json, and print what the user should know about the ports."""
+        """Write launch.json, and print notes and warnings about the ports."""
         port = self._ports.numbers[0]
         self._speaker.faults.guarded("launch.json", self._editor.claim, directory, port)
         if self._command.one_node and self._command.local_ranks is not None:
@@ -471,11 +471,11 @@ class Debugging:
             taken = f"port {last} is taken"
             if last != own.debug_port:
                 taken = f"not all of ports {own.debug_port}-{last} are free"
-            # launch.json and `ddpdoctor attach` know the ports. The default ones are often used by
-            # another job on the machine.
+            # launch.json and `ddpdoctor attach` know the ports. Another job on the machine often
+            # uses the default ones.
             if own.debug_port != DEFAULT_PORT:
                 self._speaker.note(f"{taken}; debuggers attach at {_span(numbers)} instead")
-            # An editor trusts what it attaches to, and the usual port may belong to another user.
+            # An editor trusts the process it attaches to, and another user may hold the usual port.
             for port in range(own.debug_port, last + 1):
                 uid = peers.listener(port)
                 if uid is not None and not peers.is_trusted(uid):
@@ -495,7 +495,7 @@ class Debugging:
             self._speaker.say("waiting for the ranks to start; each is held before its first line")
 
     def poll(self) -> list[DebugRecord]:
-        """Print what has happened since the last call, and return its records for the journal."""
+        """Print the events since the last call, and return their records for the journal."""
         if self._gateway is None:
             return []
         if self._terminal is not None and self._directory is not None:
@@ -591,8 +591,8 @@ class Debugging:
             )
         elif state == "no port":
             self._speaker.say(
-                f"rank {rank} wants a debugger, but all {len(self._ports.numbers)} ports "
-                "are taken by other ranks: it goes on"
+                f"rank {rank} asks for a debugger, but other ranks have taken all "
+                f"{len(self._ports.numbers)} ports: it continues"
             )
         elif state == "listening" and self._gateway is not None:
             every = len(record.ranks) == len(self._gateway.ranks) - len(self._gateway.hosts)
@@ -638,7 +638,7 @@ class Debugging:
 
 
 def _uses_debugpy(command: Command) -> bool:
-    """Return whether the script opens debug ports itself, which have to be free."""
+    """Return whether the script uses debugpy itself, whose ports have to stay free."""
     scripts = [word for word in command.argv if os.path.basename(word) == command.script]
     try:
         return any("debugpy" in Path(script).read_text(errors="replace") for script in scripts)

@@ -31,9 +31,9 @@ from ddpdoctor.system import peers
 
 
 MAX_REFUSAL_SHARE = 0.4  # Maximum share of a core for refusals, for all sockets together
-MAX_BATCH = 0.01  # Seconds of CPU time for connections before the event loop does its other work
+MAX_BATCH = 0.01  # Seconds of CPU time to accept connections before the event loop does other work
 MIN_PAUSE = 0.005  # Minimum seconds for which a socket that has refused clients is paused
-FLOOD_TIMEOUT = 2.0  # Seconds that a socket has to lag behind before it is reported
+FLOOD_TIMEOUT = 2.0  # Seconds for which a socket has to lag before it is reported
 
 ACCEPT_RETRY = 1.0
 """Seconds to wait if no connection can be accepted, for example without free descriptors."""
@@ -51,7 +51,7 @@ class Admission:
 
     Args:
         unidentified: Also admit clients at the TCP ports whose user cannot be determined.
-        report: Takes a record for each user that is refused, and for each flood, once.
+        report: Takes one record for each refused user, and for each flood.
     """
 
     def __init__(self, unidentified: bool, report: Callable[[DebugRecord], None]) -> None:
@@ -67,7 +67,7 @@ class Admission:
 
         Args:
             listener: The socket.
-            place: Its description for people.
+            place: Its description for the user.
             serve: Serves a connection that is admitted.
             beside: A socket for the same clients that other users cannot reach.
         """
@@ -133,7 +133,7 @@ class _Listener:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.get_running_loop()
         listener.setblocking(False)
-        # Accepted sockets inherit it. A reset is cheaper than an orderly end, and leaves no state.
+        # Accepted sockets inherit this. A reset is cheaper than an orderly end and leaves no state.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self._loop.add_reader(listener, self._accept)
 
@@ -206,10 +206,10 @@ class Gateway:
         ports: The listening sockets.
         sockets: The sockets in the run directory.
         unidentified: Also serve clients at the ports whose user cannot be determined.
-        gate: Ranks that have to be attached before any may start. All if empty, no gate if None.
+        gate: Ranks that have to be attached before any may start. All if empty. None for no gate.
         ends_job: The first client that stops a session begun before the gate opened ends the
             job.
-        hold_errors: Ranks hold at an uncaught exception, so timeouts are lifted from the start.
+        hold_errors: Ranks stop at an uncaught exception, so timeouts are lifted from the start.
         expected: The number of ranks. None if it is unknown.
         project: Refuses clients of another project. None serves all.
     """
@@ -290,7 +290,7 @@ class Gateway:
 
     @property
     def waits(self) -> list[object]:
-        """The messages of ranks that wait for a debugger and have none."""
+        """The messages of ranks that wait for a debugger, while none is attached."""
         slots = self._ranks.slots
         return [slot.waits for slot in slots if slot.waits is not None and slot.session is None]
 
@@ -330,7 +330,7 @@ class Gateway:
             await asyncio.wait(tasks, timeout=1.0)
 
     def _fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Record an error that no task waited for."""
+        """Record an error that no task awaited."""
         self._report("fault", context.get("exception") or context.get("message"))
 
     def _report(self, state: str, error: object) -> None:
@@ -341,8 +341,8 @@ class Gateway:
 
 
 BACKLOG = 1024
-"""Connections that the kernel queues while others flood a port. In a longer queue, kept full by a
-flood, a client would wait longer.
+"""Maximum connections in a port's queue. In a longer queue, kept full by a flood, a client would
+wait longer.
 """
 
 _LAST_PORT = 65535
@@ -382,7 +382,7 @@ class RunSockets:
     """The sockets of a run directory: the ranks' control socket, and one for each debug port.
 
     Raises:
-        OSError: A socket cannot be made.
+        OSError: A socket cannot be created.
     """
 
     def __init__(self, directory: Path, count: int) -> None:
@@ -402,7 +402,7 @@ class RunSockets:
 
 
 def _private_socket(path: str) -> socket.socket:
-    """Return a listening Unix socket for this user alone."""
+    """Return a listening Unix socket that only this user can reach."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with short_path(path) as short:
@@ -416,7 +416,7 @@ def _private_socket(path: str) -> socket.socket:
 
 
 def bind_block(host: str, first: int, count: int) -> Ports:
-    """Listen on the first free block of ``count`` ports at or after ``first`` (0: anywhere).
+    """Listen on the first free block of ``count`` ports at or after ``first``; 0 for any.
 
     Raises:
         DoctorError: There is no such block, or the address is not one of this machine.

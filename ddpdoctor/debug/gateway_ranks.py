@@ -25,7 +25,7 @@ from ddpdoctor.system.process_activity import most_lacked, read_cpu_times
 
 
 MAX_STARVATION = 20.0
-"""Maximum factor by which an answer's timeout grows while the process waits for a core."""
+"""Maximum factor by which the timeout of an answer grows while the process waits for a core."""
 
 SAMPLE_INTERVAL = 1.0  # Seconds between two samples of the CPU time of the process
 
@@ -41,7 +41,7 @@ class RankLink:
     """The control connection of one process of the job.
 
     Attributes:
-        pid: Its pid, as it sees itself.
+        pid: Its pid in its own namespace.
         rank: Its global rank. None while unknown.
         local_rank: None if its launcher has no local ranks.
         world_size: None while unknown.
@@ -136,7 +136,7 @@ class Slot:
 
     @property
     def rank(self) -> int:
-        """The global rank if it is known, else the index."""
+        """The global rank if it is known, or else the index."""
         return self.index if self.last_rank is None else self.last_rank
 
 
@@ -160,7 +160,7 @@ def waits_for_others(status: Status | None, least: float, steps: float) -> bool:
 
 
 SETTLE_TIME = 4.0
-"""Seconds after the last new rank until no more are expected, if their number is unknown."""
+"""Seconds after the last new rank after which no more are expected, if their number is unknown."""
 
 
 class Ranks:
@@ -364,7 +364,7 @@ class Ranks:
             return
         if message.get("say") == "waits":
             if message.get("why") == "error" and self._error_seen:
-                # The first failure has been debugged, and this one follows from it.
+                # The user has debugged the first failure, of which this one is a consequence.
                 link.send("release")
                 return
             slot.waits = message
@@ -455,7 +455,7 @@ class Ranks:
         await asyncio.gather(*asked, return_exceptions=True)
 
     def restore_timeouts(self) -> None:
-        """Restore the collective timeouts if no rank is in a debugger any more."""
+        """Restore the collective timeouts once no rank is in a debugger."""
         self._tell_exchange()
         if not self._lifted or self._held or self._held_elsewhere:
             return

@@ -26,11 +26,11 @@ from ddpdoctor.run.records.supervisor import Frame as StackFrame
 from ddpdoctor.run.snapshot import Run
 
 POLL_INTERVAL = 0.25  # Seconds between two reads of the run while a command waits
-SETTLE_TIME = 1.0  # Seconds after the last stop until no more ranks are waited for
+SETTLE_TIME = 1.0  # Seconds after the last stop to wait for more ranks
 HELD_TIMEOUT = 5.0  # Seconds for running ranks, which may be waiting for held ones
-PAUSE_TIMEOUT = 5.0  # Seconds for ranks to stop when they are paused
+PAUSE_TIMEOUT = 5.0  # Seconds for ranks to stop at a pause
 MOVES = ("n", "next", "s", "step", "u", "up", "d", "down")
-CONTEXT = 5  # Lines before and after the current one that `list` shows
+CONTEXT = 5  # Number of lines that `list` shows before and after the current one
 HELP = """\
 bt, w                   Stacks of the chosen ranks as one tree, also of those that run.
 up, down [COUNT]        Select the frame that called this one, or the one that it called.
@@ -57,7 +57,7 @@ _BREAK = re.compile(r"(?:(?:(?P<file>.+?):)?(?P<line>\d+)|(?P<function>[A-Za-z_]
 class Prompt(cmd.Cmd):
     """Read commands, and run them on the chosen ranks. None for ``chosen`` means all ranks.
 
-    ``draw`` yields the lines of stacks of a run.
+    ``draw`` yields the lines of a run's stacks.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Prompt(cmd.Cmd):
     # -- read commands
 
     def run(self, commands: Sequence[str] | None) -> int:
-        """Run the given commands, or those that are typed. Returns the exit status."""
+        """Run the given commands, or those the user types. Return the exit status."""
         given = commands is not None
         self._is_typed &= not given
         print(f"{shown(self._sessions.run.path.name)}: {self._summary()}")
@@ -181,7 +181,7 @@ class Prompt(cmd.Cmd):
         """Execute a line that is not a command as Python, as pdb does."""
         self.do_p(line.removeprefix("!").strip())
 
-    # -- what the ranks do
+    # -- the state of the ranks
 
     @property
     def _ranks(self) -> frozenset[int]:
@@ -274,7 +274,7 @@ class Prompt(cmd.Cmd):
     def _wait(self, resumed: frozenset[int]) -> None:
         """Wait until the resumed ranks have stopped, and show where.
 
-        Once some have stopped, the others get a little more time. They may be waiting for ranks
+        Once some have stopped, give the others a little more time: they may be waiting for ranks
         that are held. Time without a core does not count. Ctrl-C pauses the ranks. Without a
         terminal and breakpoints, wait no longer than for held ranks.
         """
@@ -585,7 +585,7 @@ def _place(frame: Frame) -> str:
 
 
 def _with_code(frame: Frame | None) -> str:
-    """Return the place of a frame, with its line of code below."""
+    """Return the place of a frame, followed by its line of code."""
     if frame is None:
         return "an unknown place"
     code = _source_lines(frame.path)[frame.line - 1 : frame.line]

@@ -66,13 +66,12 @@ CAPABILITIES: Message = {
 """The capabilities of debugpy's adapter, which answers ``initialize`` before it has a process."""
 
 _VSCODE = "vscode"
-"""The client that starts children by debugpy's own event, and ends and restarts them all together.
-"""
+"""The client that starts children on debugpy's own event, and ends and restarts them together."""
 
 _RELEASE = (1 << 30) + 2  # The sequence number of a ``continue`` that the client has not sent
 _CHECK_INTERVAL = 0.05  # Seconds between two checks of ranks that have not stopped
 MIN_WAIT = 0.5  # Minimum seconds in a phase for a rank to count as waiting for others
-MAX_HELD = 10.0  # Maximum seconds for which a stop is hidden, or three of the longest step
+MAX_HELD = 10.0  # Maximum seconds to hide a stop, or three times the longest step
 
 
 class RootPort:
@@ -232,15 +231,15 @@ class Child:
 
     @property
     def held(self) -> bool:
-        """Whether it has stopped without the client's knowledge."""
+        """Whether it has stopped while the client does not know."""
         return self._held is not None
 
     def hold(self, message: Message, raw: bytes) -> None:
-        """Hold back an event about a stop from the client."""
+        """Withhold an event about a stop from the client."""
         self._held = message, raw
 
     def show(self) -> None:
-        """Send the client the event that was held back."""
+        """Send the client the withheld event."""
         if self._held is not None:
             self._client.write(self._held[1])
             self._held = None
@@ -272,9 +271,9 @@ class Child:
 class Root:
     """A root session and its children.
 
-    A breakpoint that only some ranks know when they pass it would stop only these, and leave the
-    others in the next collective. So a stop in a step that began before all ranks were attached is
-    not shown unless all of them stop: the ranks continue, and all stop in the next step.
+    A breakpoint that is not set on all ranks yet would stop only some, and leave the others in the
+    next collective. So a stop in a step that began before all ranks were attached is not shown
+    unless all of them stop: the ranks continue, and all stop in the next step.
     """
 
     def __init__(
@@ -373,7 +372,7 @@ class Root:
     # -- stops of a late attach
 
     def configured(self, child: Child) -> None:
-        """Note that a child has its breakpoints."""
+        """Note that a child's breakpoints are set."""
         child.configured = True
         self._check_ready()
 

@@ -57,7 +57,7 @@ def connect(run: Run, rank: int) -> socket.socket:
     """Connect to the debug port of a rank.
 
     Raises:
-        DoctorError: It has none, or no debugger may attach to it.
+        DoctorError: The rank has no port, or no debugger may attach to it.
     """
     point = next((each for each in attach_points.points(run) if each.rank == rank), None)
     if point is None:
@@ -85,7 +85,7 @@ class Session:
         why: Why it stopped, in a few words.
         selected: The index of the frame that commands use, 0 for the innermost.
         over: Why the session has ended. Empty before that.
-        is_seen: The user has seen the stop.
+        is_seen: Whether the user has seen the stop.
         output: debugpy's output that the user has not seen yet.
     """
 
@@ -130,7 +130,7 @@ class Session:
     def set_breakpoints(self, path: str, breakpoints: Iterable[Breakpoint]) -> str:
         """Replace the breakpoints of a file.
 
-        Returns why one of them cannot be hit, or an empty string.
+        Return why one of them cannot be hit, or an empty string.
         """
         wanted = [
             {"line": each.line, **({"condition": each.condition} if each.condition else {})}
@@ -178,7 +178,7 @@ class Session:
         """Evaluate an expression, or execute a statement, in the selected frame.
 
         Raises:
-            DoctorError: It raised an exception.
+            DoctorError: The code raised an exception.
         """
         frame = self.frame
         arguments: dict[str, Any] = {} if frame is None else {"frameId": frame.id}
@@ -271,14 +271,14 @@ class Sessions:
         self.breakpoints: list[Breakpoint] = []
 
     def look(self) -> None:
-        """Read what is new in the run directory."""
+        """Read new records in the run directory."""
         self.run = self._reader.snapshot()
         for rank in [rank for rank, each in self.by_rank.items() if each.over]:
             del self.by_rank[rank]
 
     @property
     def ranks(self) -> frozenset[int]:
-        """The ranks that live."""
+        """The live ranks."""
         return attach_points.live_ranks(self.run)
 
     @property
@@ -320,7 +320,7 @@ class Sessions:
         return next((each.status for each in self.run.last if each.rank == rank), None)
 
     def attach(self, ranks: Collection[int]) -> dict[int, str]:
-        """Attach to the ranks that are not attached yet. Returns the reasons of failures."""
+        """Attach to ranks that are not attached yet. Return the reasons for failures."""
 
         def begin(rank: int) -> str:
             session = Session(rank, connect(self.run, rank), self.news)
@@ -341,12 +341,12 @@ class Sessions:
     def ask(
         self, ranks: Iterable[int], function: Callable[[Session], str | None]
     ) -> dict[int, str]:
-        """Call a function with the sessions of ranks in parallel. Returns its results."""
+        """Call a function with the sessions of ranks in parallel. Return the results."""
         sessions = {rank: self.by_rank[rank] for rank in ranks if rank in self.by_rank}
         return for_each(sessions, lambda rank: function(sessions[rank]))
 
     def update_breakpoints(self, paths: Collection[str]) -> dict[int, str]:
-        """Send the breakpoints of files to all ranks. Returns where one cannot be hit, and why."""
+        """Send the breakpoints of files to all ranks. Return why one cannot be hit, by rank."""
 
         def send(session: Session) -> str:
             troubles = [
@@ -362,7 +362,7 @@ class Sessions:
         return {rank: text for rank, text in found.items() if text}
 
     def wait(self, seconds: float, until: Callable[[], bool] | None = None) -> None:
-        """Wait up to ``timeout`` seconds for a change, or for one that makes a condition true."""
+        """Wait up to ``seconds`` for a change, or for one that makes a condition true."""
         with self.news:
             if until is None:
                 self.news.wait(seconds)
@@ -376,7 +376,7 @@ class Sessions:
 
 
 def for_each(ranks: Iterable[int], function: Callable[[int], str | None]) -> dict[int, str]:
-    """Call a function for each rank in parallel. Returns the results, or texts of errors."""
+    """Call a function for each rank in parallel. Return the results, or texts of errors."""
     found: dict[int, str] = {}
 
     def call(rank: int) -> None:
@@ -413,9 +413,9 @@ def _why(stopped: dict[str, Any]) -> str:
 def _reason(text: str) -> str:
     """Return why a request failed.
 
-    For a traceback this is its last line, which names the exception.
+    For a traceback, return its last line, which names the exception.
     """
     if text.startswith(_NO_THREAD):
-        return "in native code: values can be read once Python goes on"
+        return "in native code: values can be read once Python continues"
     lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1] if text.startswith("Traceback") and lines else text

@@ -21,9 +21,9 @@ from ddpdoctor.debug.vscode_files import PREFIX, Section, any_name
 
 LAUNCH_FILE = vscode_files.LAUNCH
 RUN_CONFIGURATION = f"{PREFIX}run + attach"
-"""The configuration that F5 starts: the task that runs the job, then all ranks."""
+"""The configuration that F5 starts: runs the job in a task, then attaches to all ranks."""
 RUN_TASK = f"{PREFIX}run"
-REPORT_TASK = f"{PREFIX}report"  # The task whose problems stay listed when the job has ended
+REPORT_TASK = f"{PREFIX}report"  # The task whose problems stay listed after the job has ended
 
 WORKSPACE_FOLDER = "${workspaceFolder}"
 _IDENTITY = {"localRoot": WORKSPACE_FOLDER, "remoteRoot": WORKSPACE_FOLDER}
@@ -65,7 +65,7 @@ def update_launch(
     others: Collection[str] = (),
     mappings: Sequence[PathMapping] = (),
 ) -> bool:
-    """Write one attach configuration per point into launch.json, and the one of all ranks.
+    """Write one attach configuration per point into launch.json, and one for all ranks.
 
     Args:
         workspace: The folder that VS Code has open.
@@ -89,7 +89,7 @@ def update_launch(
 
 
 def default_mappings(workspace: Path) -> list[PathMapping]:
-    """Return the workspace under its name, and under its real path if that differs."""
+    """Return the mapping of the workspace, and of its real path if that differs."""
     found = [PathMapping(WORKSPACE_FOLDER, WORKSPACE_FOLDER)]
     real = os.path.realpath(workspace)
     if real != os.path.abspath(workspace):
@@ -158,7 +158,7 @@ def _rewritten(
 
 
 def without_launch_entries(text: str | None) -> str | None:
-    """Return the text of launch.json without ddpdoctor's entries. None if it had no others.
+    """Return the text of launch.json without ddpdoctor's entries. None if no entries are left.
 
     Raises:
         JsoncError: The text is damaged.
@@ -267,7 +267,7 @@ _REPORT_WORDS = (
     *("report", "latest", "--workspace", WORKSPACE_FOLDER),
     *("--output", "problems", "--wait", "10", "--exit-zero"),
 )
-"""VS Code removes a background task's problems when the task ends. Those of this one stay.
+"""VS Code removes a background task's problems when the task ends. This task's problems stay.
 
 The ranks, and with them the debugger, end shortly before the run has reported all findings.
 """
@@ -301,7 +301,7 @@ def with_tasks(text: str | None, words: Sequence[str], cwd: str = WORKSPACE_FOLD
         {
             **process(REPORT_TASK, _REPORT_WORDS),
             "presentation": {"reveal": "silent", "panel": "dedicated", "clear": True},
-            # Stop on a compound ends the focused session twice for VS Code, which would then ask
+            # With Stop on a compound, VS Code ends the focused session twice, and would then ask
             # which instance of the task to end.
             "runOptions": {"instancePolicy": "silent"},
             "problemMatcher": _MATCHER,
@@ -324,7 +324,7 @@ def with_tasks(text: str | None, words: Sequence[str], cwd: str = WORKSPACE_FOLD
 
 
 def _merged_task(key: str, theirs: Any, ours: Any) -> Any:
-    """Return the value of a key that a task in the file has, as :func:`_merged` does."""
+    """Return the value of a key of a task in the file, as :func:`_merged` does."""
     if key == "options" and isinstance(theirs, dict):
         return {**theirs, **ours}
     return theirs if key in ("command", "presentation", "runOptions", "options") else ours

@@ -1,4 +1,4 @@
-"""Edit files of ``.vscode``, which are JSON with comments, and keep everything others wrote.
+"""Edit files of ``.vscode``, which are JSON with comments, and keep everything else in them.
 
 Comments (``//`` and ``/* */``) and trailing commas are part of the language, as in VS Code. A file
 with only comments is a document without a root.
@@ -170,8 +170,8 @@ class Document:
     def insert(self, array: Node, at: int, elements: Sequence[object]) -> str:
         """Return the text with elements put first into an array, at a position after its ``[``.
 
-        They are written on the line of the ``[`` if what follows it is on that line (``[]`` and
-        ``[{``), else on lines of their own.
+        They go on the line of the ``[`` if the next token is on that line (``[]`` and ``[{``), or
+        else on separate lines.
         """
         first = array.items[0].first if array.items else array.end - 1
         if not _EOL.search(self.text, array.start, first):
@@ -186,7 +186,7 @@ class Document:
         return self.text[:at] + ",".join(pieces) + end + self.text[at:]
 
     def _with_blanks(self, at: int) -> int:
-        """Return where the blanks and line ends before a position begin."""
+        """Return the start of the blanks and line ends before a position."""
         # A comment may end in blanks, which belong to it.
         least = max((comment.end for comment in self.comments if comment.end <= at), default=0)
         return least + len(self.text[least:at].rstrip(BLANKS))
@@ -209,7 +209,7 @@ class Document:
         """Return the text without some items of arrays or objects, and without some comments.
 
         The blanks before an item and the comma after it are cut, too. If the last items are cut, so
-        is the comma after the one that is now the last. All other comments stay.
+        is the comma after the new last item. All other comments stay.
         """
         spans = [(self._with_blanks(comment.start), comment.end) for comment in comments]
         for node, gone in items:
@@ -306,7 +306,7 @@ def _line(text: str, at: int) -> int:
     return len(_EOL.findall(text, 0, at)) + 1
 
 
-# -- edit files of ``.vscode``, and keep what others wrote there
+# -- edit files of ``.vscode``, and keep everything else in them
 
 
 PREFIX = "ddpdoctor: "
@@ -391,7 +391,7 @@ class Section:
 def rewrite(
     text: str | None, sections: Sequence[Section], defaults: Mapping[str, object]
 ) -> str | None:
-    """Write the wanted entries, remove the replaced ones, and leave the rest as it is.
+    """Write the wanted entries, remove the replaced ones, and leave the rest unchanged.
 
     Args:
         text: The content of the file. None if there is no file.
@@ -402,7 +402,7 @@ def rewrite(
         The new text, which is the same if nothing has to change. None if the file is not needed.
 
     Raises:
-        JsoncError: The text is damaged, or has something else where a list is required.
+        JsoncError: The text is damaged, or a member that must be a list is not one.
     """
     document = parse_jsonc(text or "")
     sections = [section.with_users_changes(document) for section in sections]
@@ -418,7 +418,7 @@ def rewrite(
         if not any(section.wanted for section in pending):
             return text
         document = parse_jsonc(_with_root(document, defaults, MADE_FILE if text is None else MADE))
-    # Each is put first, so the first section comes last.
+    # Each is inserted at the top, so insert the first section last.
     for section in reversed(pending):
         if section.wanted:
             document = parse_jsonc(_with_list(document, section.key))
@@ -484,7 +484,7 @@ def _with_root(document: Document, defaults: Mapping[str, object], marker: str) 
 
 
 def _without_root(document: Document, defaults: Mapping[str, object]) -> str | None:
-    """Return the text without the object that ddpdoctor made, or at least without its comment."""
+    """Return the text without ddpdoctor's object, or at least without its comment."""
     text, root = document.text, document.root
     markers = _markers(document, root) if root is not None else []
     if root is None or not markers:
@@ -513,7 +513,7 @@ def _with_list(document: Document, key: str) -> str:
 
 
 def _without_list(document: Document, key: str) -> str:
-    """Return the text without the list if we made it and it is empty, else without our comment."""
+    """Return the text without the list if it is ours and empty, or else without our comment."""
     root = document.root
     if root is None:
         return document.text
@@ -557,11 +557,11 @@ def current_directory() -> Path:
 def find_workspace(start: Path, chosen: str | None) -> Path:
     """Return the folder that is open in VS Code: the chosen one, or a guess.
 
-    The guess is the nearest of ``start`` and its parents with a ``.vscode`` or ``.git``, else
+    The guess is the nearest of ``start`` and its parents with a ``.vscode`` or ``.git``, or else
     ``start``. The home directory is excluded: its ``.vscode`` holds VS Code's extensions.
 
     Raises:
-        DoctorError: The chosen one is not a directory.
+        DoctorError: The chosen folder is not a directory.
     """
     if chosen is not None:
         named = start / chosen
@@ -588,11 +588,11 @@ def job_workspace(chosen: str | None) -> str | None:
 
 
 def state_file(workspace: Path, suffix: str) -> Path:
-    """Return a file of ddpdoctor for a workspace, outside of it.
+    """Return the path of ddpdoctor's file for a workspace, outside of it.
 
     Raises:
         DoctorError: The base directory of runs belongs to another user.
-        OSError: It cannot be created.
+        OSError: The directory cannot be created.
     """
     key = hashlib.sha256(os.fsencode(os.path.realpath(workspace))).hexdigest()[:16]
     return rundir.private_base() / f"vscode-{key}.{suffix}"
@@ -603,7 +603,7 @@ def locked(workspace: Path) -> Iterator[None]:
     """Keep other processes of this user from editing the same workspace.
 
     Raises:
-        DoctorError: Another process holds the lock for too long, or it cannot be created.
+        DoctorError: Another process holds the lock for too long, or no lock can be created.
     """
     try:
         path = state_file(workspace, "lock")
@@ -702,7 +702,7 @@ class _File:
                 mode = self.target.stat().st_mode
             except FileNotFoundError:
                 return
-            # Root could write to it nevertheless, but the owner protected it.
+            # Root could still write to it, but the owner protected it.
             if not mode & 0o222 or not os.access(self.target, os.W_OK):
                 raise PermissionError(errno.EACCES, "it is read-only")
 

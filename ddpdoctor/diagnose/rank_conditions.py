@@ -36,7 +36,7 @@ class Guard:
     start: int
     end: int
     way: str = ""
-    """``return``, ``break`` or ``continue`` if it decides on the following lines by leaving
+    """``return``, ``break`` or ``continue`` if it decides on the following lines by skipping
     them."""
 
     @property
@@ -45,7 +45,7 @@ class Guard:
         return Location(self.path, self.line)
 
     def holds(self, lines: Iterable[Location]) -> bool:
-        """Return whether the condition decides on one of some lines."""
+        """Return whether the condition decides on any of the lines."""
         return any(at.path == self.path and self.start <= at.line <= self.end for at in lines)
 
 
@@ -67,7 +67,7 @@ def guards_of(chain: Sequence[Location]) -> list[tuple[Guard, Location]]:
 
 
 def _object_guards(path: str, makers: Sequence[str]) -> Iterator[Guard]:
-    """Yield conditions that ask for an object only some ranks make: ``writer is not None``."""
+    """Yield conditions on an object that only some ranks create: ``writer is not None``."""
     for node in nodes_of(path):
         if isinstance(node, ast.If):
             test = node.test
@@ -155,13 +155,13 @@ def outcomes(guard: Guard, at: Location, ranks: Iterable[int]) -> dict[int, set[
 
 @per_file
 def _words(path: str) -> Words:
-    """Return the names for the rank of a file and of the files beside it that it imports."""
+    """Return a file's names for the rank, and those of the local files that it imports."""
     words = (words_of(nodes_of(each)) for each in (path, *imported_files(path)))
     return functools.reduce(operator.or_, words, Words())
 
 
 def names_rank(path: str, node: ast.AST) -> bool:
-    """Return whether an expression of a file holds the number of a rank."""
+    """Return whether an expression of a file contains a rank."""
     numbers = _words(path).numbers
     names = (each for each in ast.walk(node) if isinstance(each, (ast.Name, ast.Attribute)))
     return any(says_rank(last_name(each)) or last_name(each) in numbers for each in names)
@@ -183,7 +183,7 @@ _WITH_VALUE = (ast.Expr, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return)
 def _guarded_blocks(path: str, node: ast.AST, words: Words) -> Iterator[Guard]:
     """Yield a condition with each block that it decides on."""
     if isinstance(node, ast.If) and discerns(node.test, words):
-        # A test with a call may do more than decide.
+        # A test with a call may run code under its own condition.
         least = node.lineno if is_plain(node.test, words) else node.lineno + 1
         for part in filter(None, (node.body, node.orelse)):
             yield Guard(path, node.lineno, max(least, part[0].lineno), part[-1].end_lineno or 0)
@@ -206,7 +206,7 @@ _WAYS = {ast.Return: "return", ast.Break: "break", ast.Continue: "continue"}
 
 
 def _guarded_rests(path: str, node: ast.AST, words: Words) -> Iterator[Guard]:
-    """Yield what follows an ``if rank != 0: return`` in the same block."""
+    """Yield a condition for the code after an ``if rank != 0: return`` in the same block."""
     for name in ("body", "orelse", "finalbody"):
         block: Any = getattr(node, name, None)
         # A lambda's body is an expression.

@@ -21,7 +21,7 @@ from ddpdoctor.run.records.training import SiteRecord
 from ddpdoctor.run.snapshot import Run
 
 MAX_FILES = 64
-"""Maximum number of the user's files that are read."""
+"""Maximum number of user files to read."""
 
 T = TypeVar("T")
 Scope: TypeAlias = "ast.Module | ast.FunctionDef | ast.AsyncFunctionDef"
@@ -42,7 +42,7 @@ def per_file(read: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def modified_at(path: str) -> int:
-    """Return when a file was changed, in Unix nanoseconds; 0 if it is unreadable or too large."""
+    """Return a file's mtime in Unix nanoseconds. 0 if the file is unreadable or too large."""
     try:
         stat = opening.facts(path)
     except OSError:
@@ -52,7 +52,7 @@ def modified_at(path: str) -> int:
 
 @per_file
 def tree_of(path: str) -> ast.Module | None:
-    """Parse a file. Return None if that is impossible."""
+    """Parse a file. Return None on failure."""
     try:
         return ast.parse(opening.contents(path, opening.MOST_PARSED, links=True))
     except (OSError, SyntaxError, ValueError, RecursionError):
@@ -71,14 +71,14 @@ def scopes_of(path: str) -> list[Scope]:
 
 
 def calls_at(at: Location) -> list[ast.Call]:
-    """Return the calls that a line belongs to."""
+    """Return the calls that include a line."""
     return [
         node for node in nodes_of(at.path) if isinstance(node, ast.Call) and covers(node, at.line)
     ]
 
 
 def names_in(*nodes: ast.AST, stored: bool = False) -> set[str]:
-    """Return the variables in some nodes, or only those that they store."""
+    """Return the variables in nodes, or only those that the nodes assign."""
     return {
         each.id
         for node in nodes
@@ -93,7 +93,7 @@ def values_of(call: ast.Call) -> list[ast.expr]:
 
 
 def walk_scope(nodes: Iterable[ast.AST]) -> Iterator[ast.AST]:
-    """Yield nodes and those below them in order, but not what nested functions and classes hold."""
+    """Yield nodes and their descendants in order, except those in nested functions and classes."""
     for node in nodes:
         yield node
         if not isinstance(node, (*FUNCTIONS, ast.ClassDef)):
@@ -111,7 +111,7 @@ def in_block(block: Sequence[ast.stmt], line: int) -> bool:
 
 
 def files_of(run: Run) -> list[str]:
-    """Return the user's files that are known to have run, and the files beside them they import."""
+    """Return the user's files that are known to have run, and the local files that they import."""
     found = dict.fromkeys(
         record.path
         for rank in run.last
@@ -156,7 +156,7 @@ class Source(Tree):
         self._driven: dict[int, ast.For | None] = {}
 
     def driven_at(self, line: int) -> ast.For | None:
-        """Return the ``for`` that takes its next item at a line; None if it is a generator's."""
+        """Return the ``for`` that takes its next item at a line. None if its body yields."""
         if line not in self._driven:
             loops = (node for node in self.nodes if isinstance(node, ast.For))
             loop = next(
@@ -229,7 +229,7 @@ class Source(Tree):
         return [each for each in self.ifs(line) if each.lineno > loop.lineno]
 
     def ifs(self, line: int) -> list[ast.If]:
-        """Return the ``if`` statements of one function that a line is in, innermost first."""
+        """Return the ``if`` statements around a line in its function, innermost first."""
         return [
             node
             for node in self._enclosing(line)
@@ -237,10 +237,10 @@ class Source(Tree):
         ]
 
     def deciding(self, line: int) -> list[tuple[ast.If | ast.While, int, int]]:
-        """Return the conditions of one function that decide whether a line runs, outermost first.
+        """Return the conditions that decide in a function whether a line runs, outermost first.
 
-        They are those around the line, and those above it that leave the block around it. Each has
-        the first and the last line that it decides on.
+        They are around the line, or above it and leave the block around it. Each comes with the
+        first and the last line that it decides on.
         """
         found: list[tuple[ast.If | ast.While, int, int]] = []
         for node in self._enclosing(line):
@@ -298,7 +298,7 @@ class Source(Tree):
         ]
 
     def only(self, statements: Sequence[ast.stmt]) -> ast.stmt | None:
-        """Return the one statement that may depend on a value that only its rank has."""
+        """Return the only statement that may depend on a value of a single rank."""
         found = list(statements)
         if len(found) > 1:
             found = [each for each in found if not self.counts(each)]
@@ -322,9 +322,9 @@ class Source(Tree):
         return fixed and last_name(loop.iter.func) == "range" and not early
 
     def counts(self, statement: ast.stmt) -> bool:
-        """Return whether only a count that all ranks share decides on a statement.
+        """Return whether a statement depends only on a count that all ranks share.
 
-        The decision is the ``if`` around it, or the test of a ``while``.
+        The count is tested by the ``if`` around it, or by its own test if it is a ``while``.
         """
         parent = statement if isinstance(statement, ast.While) else self.parents.get(statement)
         if not isinstance(parent, (ast.If, ast.While)):
@@ -365,7 +365,7 @@ class Source(Tree):
         return None
 
     def _enclosing(self, line: int) -> Iterator[ast.AST]:
-        """Yield the statement at a line and what encloses it within its function."""
+        """Yield the statement at a line, and the nodes around it in its function."""
         node: ast.AST | None = self._statement(line)
         while node is not None and not isinstance(node, NESTED):
             yield node
@@ -393,7 +393,7 @@ def endless(loop: Loop) -> bool:
 
 
 def _counters(loop: Loop) -> set[str]:
-    """Return the names that only count a loop's rounds: ``range``, ``enumerate``, ``n += 1``."""
+    """Return the names that only count iterations: ``range``, ``enumerate``, ``n += 1``."""
     found: set[str] = set()
     if isinstance(loop, (ast.For, ast.AsyncFor)) and isinstance(loop.iter, ast.Call):
         name = last_name(loop.iter.func)
@@ -459,7 +459,7 @@ def _never_ends(loop: ast.While) -> bool:
 
 
 def only_sleeps(path: str, line: int) -> bool:
-    """Return whether a line calls ``sleep``. Skip calls in a ``while``, which may be polling."""
+    """Return whether a line only calls ``sleep``, outside of a ``while``, which may be polling."""
     around = [
         node
         for node in nodes_of(path)

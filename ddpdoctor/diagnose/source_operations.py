@@ -1,7 +1,7 @@
-"""Find lines of the user's source that compute a loss, write to parameters, or average them.
+"""Find lines of the user's source that compute a loss, or that write or average parameters.
 
-Replicas of local SGD differ until their first averaging, perhaps at the end of an epoch. Until then
-only the source distinguishes them from replicas that differ by mistake.
+Replicas of local SGD differ until they are first averaged, perhaps at the end of an epoch. Until
+then only the source distinguishes them from replicas that differ by mistake.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _around(at: Location) -> list[Scope]:
     ]
 
 
-# -- lines between the forward and the backward that do an operation
+# -- lines between the forward and the backward that perform an operation
 
 _OPERATORS: dict[str, type[ast.operator]] = {
     "add": ast.Add,
@@ -64,7 +64,7 @@ _CONSTANT = re.compile(r"""\b(?:nan|inf|infinity)\b""", re.IGNORECASE)
 """A constant that is not finite: `float("nan")`, `math.inf`, `torch.nan`."""
 
 MAX_CANDIDATES = 3
-"""Maximum number of named candidate lines."""
+"""Maximum number of candidate lines to name."""
 
 
 def operation_lines(
@@ -75,14 +75,14 @@ def operation_lines(
     *,
     constant: bool = False,
 ) -> list[Location]:
-    """Return the lines between a forward and its backward that do one of some operations.
+    """Return the lines between a forward and its backward that perform one of the operations.
 
-    Operations have their names in torch's graph, such as ``mul``. ``order`` is the index and the
-    number of those of that name. A ``constant`` that is not finite was an input.
+    Operations are named as in torch's graph: ``mul``. ``order`` is the operation's index among
+    those of its name, and their number. ``constant`` if a non-finite constant was an input.
     """
     found = _candidates(operations, forward, backward)
     if order is not None and order[1] == len(found):
-        # All of them ran and nothing else did the same, so they ran in this order.
+        # All of these lines ran, and no other code ran that operation, so the order is theirs.
         return [found[order[0]][0]]
     lines = list(dict.fromkeys(place for place, _ in found))
     literal = [place for place, text in found if constant and _CONSTANT.search(text)]
@@ -92,7 +92,7 @@ def operation_lines(
 def _candidates(
     operations: Collection[str], forward: Location | None, backward: Location | None
 ) -> list[tuple[Location, str]]:
-    """Return each line and its text once for each of the operations that it does."""
+    """Return each line and its text once for each of the operations on it."""
     found: list[tuple[Location, str]] = []
     for site, other in ((forward, backward), (backward, forward)):
         if site is None or tree_of(site.path) is None:
@@ -122,7 +122,7 @@ def _operations(function: Scope, operations: Collection[str]) -> Iterator[tuple[
     for statement in walk_scope(function.body):
         if not isinstance(statement, ast.stmt) or isinstance(statement, (*FUNCTIONS, ast.ClassDef)):
             continue
-        # Statements within this one come later.
+        # Nested statements are visited on their own.
         parts = [each for each in ast.iter_child_nodes(statement) if isinstance(each, ast.expr)]
         nodes: list[ast.AST] = [node for part in parts for node in ast.walk(part)]
         for node in (*nodes, statement):
@@ -147,7 +147,7 @@ _MODEL = re.compile(r"param|state_dict|weights?\b", re.IGNORECASE)
 _GRADIENT_WORD = re.compile(r"grad", re.IGNORECASE)
 
 BEFORE = -1
-"""The step of a rank that has run a call and has no later record of its parameters."""
+"""Stands for the step if a rank has run a call and recorded no parameters since."""
 
 _STATES = (UnreducedRecord, TogetherRecord, FingerprintRecord)
 """Records of parameters after a step."""
@@ -157,7 +157,7 @@ MAX_DEPTH = 4
 
 
 def averaging_pending(run: Run) -> bool:
-    """Return whether a line of the job averages parameters and has not run or shown its effect.
+    """Return whether a line averages parameters, and did not run or its effect is still unknown.
 
     Nothing is pending in a job that ended well.
     """
@@ -167,9 +167,9 @@ def averaging_pending(run: Run) -> bool:
 
 
 def _has_run(run: Run, path: str, lines: range) -> bool:
-    """Return whether some rank has run a call, and all ranks have recorded their state since.
+    """Return whether a rank has run a call, and all ranks have recorded their state since.
 
-    Ranks write at different times, and a call in a loop over parameters is recorded at its begin.
+    Ranks write at different times, and a call in a loop over parameters is recorded at its start.
     """
     steps = [_state_since(rank, path, lines) for rank in run.last]
     since = max((step for step in steps if step is not None), default=None)
@@ -183,7 +183,7 @@ def _has_run(run: Run, path: str, lines: range) -> bool:
 
 
 def _state_since(rank: Rank, path: str, lines: range) -> int | None:
-    """Return the step of a rank's first state after it ran a call, or `BEFORE`; None if not run."""
+    """Return the step of a rank's first state after a call, or `BEFORE`. None if it did not run."""
     ran = False
     for record in rank.records:
         if isinstance(record, SiteRecord):
@@ -215,7 +215,7 @@ def _is_averaging(call: ast.Call, scope: Scope) -> bool:
 
 
 def of_model(value: ast.expr, scope: Scope, depth: int) -> bool:
-    """Return whether a value is made of parameters and not of their gradients."""
+    """Return whether a value is computed from parameters and not from their gradients."""
     text = ast.unparse(value)
     if _GRADIENT_WORD.search(text):
         return False
@@ -227,7 +227,7 @@ def of_model(value: ast.expr, scope: Scope, depth: int) -> bool:
 
 
 def _sources(names: set[str], scope: Scope) -> Iterator[ast.expr]:
-    """Yield the values that assignments and loops bind some names to."""
+    """Yield the values that assignments and loops bind to the names."""
     for node in ast.walk(scope):
         if isinstance(node, ast.Assign):
             targets, value = node.targets, node.value
@@ -240,12 +240,12 @@ def _sources(names: set[str], scope: Scope) -> Iterator[ast.expr]:
 
 
 _WORLD = re.compile(r"world|num_replicas|num_process|n_?gpus?\b|num_gpus|nprocs|num_ranks", re.I)
-"""Names of the number of ranks."""
+"""Names of the world size."""
 
 
 @per_file
 def _world_names(path: str) -> frozenset[str]:
-    """Return the names that a file sets to the number of ranks."""
+    """Return the names that a file sets to the world size."""
     return frozenset(
         last_name(target)
         for node in nodes_of(path)
@@ -266,7 +266,7 @@ def _parts_of(node: ast.Assign) -> Iterator[tuple[ast.expr, ast.expr]]:
 
 
 def of_world(path: str, node: ast.AST) -> bool:
-    """Return whether an expression holds the number of ranks."""
+    """Return whether an expression contains the world size."""
     names = _world_names(path)
     return any(
         _WORLD.search(last_name(each)) is not None or last_name(each) in names
@@ -276,7 +276,7 @@ def of_world(path: str, node: ast.AST) -> bool:
 
 
 def scaled_by_world(run: Run, what: str) -> Location | None:
-    """Return the first line that scales an expression with a word in it by the number of ranks."""
+    """Return the first line that scales an expression that contains a word by the world size."""
     lines = (
         Location(path, getattr(node, "lineno", 0))
         for path in files_of(run)
@@ -287,7 +287,7 @@ def scaled_by_world(run: Run, what: str) -> Location | None:
 
 
 def names_world_factor(run: Run) -> bool:
-    """Return whether any line divides or multiplies by the number of ranks, or averages."""
+    """Return whether any line divides or multiplies by the world size, or averages."""
     return scaled_by_world(run, "") is not None or any(
         isinstance(node, ast.Attribute) and node.attr in ("AVG", "PREMUL_SUM")
         for path in files_of(run)
@@ -296,7 +296,7 @@ def names_world_factor(run: Run) -> bool:
 
 
 def scales_by_world(at: Location, what: str) -> bool:
-    """Return whether a line scales an expression with a word in it by the number of ranks."""
+    """Return whether a line scales an expression that contains a word by the world size."""
     return any(
         _scales_by_world(at.path, node, what)
         for node in nodes_of(at.path)
@@ -308,7 +308,7 @@ def _scales_by_world(path: str, node: ast.AST, what: str) -> bool:
     value, factor = _scaled(node)
     if value is None or factor is None or not of_world(path, factor):
         return False
-    # A reduced value is rightly divided.
+    # Dividing a reduced value is correct.
     text = ast.unparse(value).lower()
     return what in text and "reduce(" not in text
 
@@ -344,7 +344,7 @@ def reduces_gradients(run: Run) -> Location | None:
 
 
 def _of_gradients(value: ast.expr, scope: Scope, depth: int) -> bool:
-    """Return whether a value is made of gradients, and is not their norm."""
+    """Return whether a value is computed from gradients, and is not their norm."""
     text = ast.unparse(value)
     if "norm" in text or not depth:
         return False
@@ -354,7 +354,7 @@ def _of_gradients(value: ast.expr, scope: Scope, depth: int) -> bool:
 
 
 def scales_near(at: Location) -> bool:
-    """Return whether the function of a line divides or multiplies by a variable."""
+    """Return whether the function around a line divides or multiplies by a variable."""
     factors = (_scaled(node)[1] for scope in _around(at)[-1:] for node in walk_scope(scope.body))
     return any(each is not None and not isinstance(each, ast.Constant) for each in factors)
 
@@ -376,7 +376,7 @@ _LENGTH = re.compile(r"total|steps|iter|t_?max|decay|horizon", re.IGNORECASE)
 
 
 _GLOBAL = re.compile(r"global|effective|total_batch", re.IGNORECASE)
-"""Names of a batch of all ranks."""
+"""Names of a global batch size."""
 
 
 def steps_of_all_data(run: Run) -> Location | None:
@@ -431,7 +431,7 @@ _RATE = re.compile(r"(^|_)lr($|_)|learning_rate", re.IGNORECASE)
 
 
 def rate_by_batch(run: Run) -> Location | None:
-    """Return the first line that computes a learning rate from a batch size without the ranks."""
+    """Return the first line that computes a learning rate from a batch size without world size."""
     for path in files_of(run):
         for node in nodes_of(path):
             if isinstance(node, ast.Assign):
@@ -460,7 +460,7 @@ def rate_by_batch(run: Run) -> Location | None:
 
 
 def no_sync_lines(at: Location) -> list[Location]:
-    """Return the lines that turn DDP's reduction off, in the function of a line, else its file."""
+    """Return the lines that use ``no_sync``, in the function around a line or else in its file."""
     inside = _around(at)
     for scope in reversed(inside):
         lines = {
@@ -475,9 +475,9 @@ def no_sync_lines(at: Location) -> list[Location]:
 
 
 def mentions(at: Location, word: str) -> bool:
-    """Return whether an argument of a call at a line has a word in its name.
+    """Return whether an argument's name of a call at a line contains a word.
 
-    Names assigned from such a value count as well.
+    A name that was assigned such a value counts as well.
     """
     inside = _around(at)
     for node in walk_scope(inside[-1].body if inside else ()):
@@ -490,13 +490,13 @@ def mentions(at: Location, word: str) -> bool:
 
 
 JOIN = ", or wrap the loop in `with model.join():`"
-"""The end of a fix for loops of unequal length."""
+"""The last part of a fix for loops of unequal length."""
 
 
 def without_join(run: Run, at: Location | None, fix: str) -> str:
     """Return a fix, without `JOIN` if the loop at a line calls other collectives than DDP's.
 
-    ``join()`` replaces only DDP's collectives.
+    ``join()`` only matches DDP's own collectives.
     """
     source = source_of(at.path) if at is not None else None
     loop = source.loop_at(at.line) if at is not None and source is not None else None
@@ -511,7 +511,7 @@ def without_join(run: Run, at: Location | None, fix: str) -> str:
 
 
 def takes_batch_sampler(at: Location) -> bool:
-    """Return whether the call at a line passes a ``batch_sampler``, by its name."""
+    """Return whether the call at a line passes ``batch_sampler`` by keyword."""
     return any(each.arg == "batch_sampler" for call in calls_at(at) for each in call.keywords)
 
 
@@ -540,18 +540,18 @@ class Write:
     location: Location
     what: WriteTarget
     function: str
-    """The function that holds the line; empty at the top of a file."""
+    """The function around the line. Empty at module level."""
 
 
 def written_on_some_ranks(run: Run, what: WriteTarget) -> list[Location]:
-    """Return the lines under a condition on the rank that write something or call a writer."""
+    """Return the lines under a condition on the rank that write the target, or call a writer."""
     writes = (each for path in files_of(run) for each in _writes(path) if each.what == what)
     chains = (guarded_calls(run, each.location) for each in writes)
     return list(dict.fromkeys(chain[-1] for chain in chains if chain))
 
 
 def written_after(built: Location | None) -> Location | None:
-    """Return the only line after a model's wrap, in its function, that initializes weights."""
+    """Return the only line after a model is wrapped, in that function, that initializes weights."""
     source = source_of(built.path) if built is not None else None
     if built is None or source is None:
         return None
@@ -609,7 +609,7 @@ def callers(run: Run, at: Location) -> list[Location]:
 
 
 def loop_around(run: Run, at: Location | None) -> Location | None:
-    """Return the innermost loop around a line, or around the only call of its function."""
+    """Return the innermost loop around a line, or around the only call to its function."""
     for _ in range(MAX_DEPTH):
         source = source_of(at.path) if at is not None else None
         if at is None or source is None:
@@ -623,7 +623,7 @@ def loop_around(run: Run, at: Location | None) -> Location | None:
 
 
 _UPDATES = re.compile(r"(ema_|momentum_)?(update|step)(_parameters|_ema|_average|_teacher)?$")
-"""Methods that update an average of a model's weights."""
+"""Methods that update a moving average of a model's weights."""
 
 _AVERAGE = re.compile(r"ema|avg|average|teacher|shadow|swa|momentum|target", re.IGNORECASE)
 _NO_USE = ("state_dict", "load_state_dict", "to", "cuda", "eval", "train", "parameters", "buffers")
@@ -648,7 +648,7 @@ def averaged_at(run: Run) -> Location | None:
 
 
 def updated_on_some_ranks(run: Run) -> tuple[Location, Location] | None:
-    """Return where only some ranks update an average of weights, and where all ranks use it."""
+    """Return the line where only some ranks update averaged weights, and one where all use them."""
     paths = files_of(run)
     writers = {each.function for path in paths for each in _writes(path) if each.what == "weights"}
     for path in paths:
@@ -689,14 +689,14 @@ def _unguarded_use(path: str, named: str, update: str) -> Location | None:
 
 
 def ranks_that_write(run: Run, lines: list[Location]) -> tuple[int, ...]:
-    """Return the only ranks that may run the only line; empty if that is unknown."""
+    """Return the ranks that may run the line. Empty if unknown or if there are several lines."""
     world = max((rank.status.world_size for rank in run.last if rank.status is not None), default=0)
     hosts = {rank.opened.host for rank in run.last}
     return ranks_at(*lines[0], world, one_node=len(hosts) == 1) if len(lines) == 1 else ()
 
 
 def likely_written(lines: list[Location], what: str) -> Iterator[str]:
-    """Yield evidence about these lines for an observed change or effect."""
+    """Yield evidence that these lines caused an observed change."""
     if len(lines) == 1:
         yield f"{lines[0]} is the only line that changes {what} under a condition on the rank"
     elif lines:
@@ -706,7 +706,7 @@ def likely_written(lines: list[Location], what: str) -> Iterator[str]:
 
 @per_file
 def _writes(path: str) -> list[Write]:
-    """Return the lines of a file that write, in their order."""
+    """Return the lines of a file that write, in order."""
     found: dict[int, Write] = {}
     for scope in scopes_of(path):
         function = "" if isinstance(scope, ast.Module) else scope.name
@@ -725,7 +725,7 @@ def _writes(path: str) -> list[Write]:
 
 
 def _stored(target: ast.expr) -> WriteTarget | None:
-    """Return the kind of value written by an assignment to an attribute or to elements."""
+    """Return the kind of value that an assignment to an attribute or to elements writes."""
     text = ast.unparse(target)
     if isinstance(target, ast.Attribute) and target.attr in ("grad", "data"):
         return "gradients" if target.attr == "grad" else _tensor(text)

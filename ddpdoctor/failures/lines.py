@@ -149,7 +149,7 @@ _BEGINS = re.compile(
 )
 """Where lines begin in a post that lost its line breaks."""
 
-_MIN_JOINED = 3  # Such places in a line that is taken for several ones
+_MIN_JOINED = 3  # Minimum number of such places in a line that is split
 _PADDED = re.compile(r"(?<=\S) {16,}(?=\S)")  # Between lines that were copied from a terminal
 _ITEMS = re.compile(r"\\n['\"](?:, ['\"]|\]\s*$)")
 """Separates the lines of a traceback that was printed as a list, and ends it."""
@@ -182,7 +182,7 @@ _OF_BARS = b"0123456789.,:%|/<>#=? " + "█▏▎▍▌▋▊▉".encode()
 _ENTITY = re.compile(r"&(?:quot|apos|lt|gt|amp|#x27|#39);")
 _TYPED = str.maketrans("\u2018\u2019\u201c\u201d", "''\"\"")
 _BOLD = re.compile(r"^\*\*([^\s*][^\n]{0,2000}[^\s*])\*\*$")
-"""What web pages and editors make of quotes, and posters of the line that they think matters."""
+"""Typographic quotes of web pages and editors, and bold marks around a line that posters add."""
 
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-_]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
 _GLOG = re.compile(r"\b[IWEF](\d{1,2})(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{1,9})")
@@ -222,7 +222,7 @@ def clean(raw: bytes) -> str:
 def segments(raw: bytes) -> list[str]:
     """Return the texts of a raw line, including those that a terminal overwrites.
 
-    Progress bars redraw themselves after a carriage return, and errors stand before and after them.
+    Progress bars redraw themselves after a carriage return. Errors appear before and after them.
     A bar and the text after it are separate, and so is each line of a quoted text.
     """
     parts = raw.rstrip(b"\r\n").split(b"\r")
@@ -250,7 +250,7 @@ def _drawn(parts: list[bytes]) -> list[bytes]:
 
 
 def _mark_of(text: str) -> str:
-    """Return the prefix of a line, which stands only once before several texts."""
+    """Return the prefix of a line, which is printed only once before several texts."""
     return text[: len(text) - len(split_line(text).text)]
 
 
@@ -305,9 +305,9 @@ def _text(raw: bytes) -> str:
     return _BOLD.sub(r"\1", text) if text.endswith("**") else text
 
 
-_SAMPLED = 40  # Lines of a log's beginning that all have a margin, if it has one
+_SAMPLED = 40  # Number of first lines that are read to find a log's margin
 _MIN_MARGIN = 4
-"""Letters of a margin. Frames of a traceback have fewer."""
+"""Minimum width of a margin, in blanks. Frames of a traceback are indented by fewer."""
 
 _NUMBERED = re.compile(rb"(?m)^ {0,6}(\d{1,6})(?:\t| {1,2}| ?\| ?)")
 
@@ -354,7 +354,7 @@ def unwrapped(data: bytes) -> bytes:
         and behind[:1] not in (b"", b" ", b"[")
     ]
     begin = {_ANY_NUMBER.sub("", line[:12].decode("utf-8", "replace")) for line, _ in full}
-    # Of a log whose lines have equal lengths, none is followed by the rest of it.
+    # In a log whose lines just have equal lengths, no line continues the one before.
     broken = sum(
         line[-1:].isalnum() and _GOES_ON.match(behind) is not None and len(behind.rstrip()) < width
         for line, behind in full
@@ -439,7 +439,7 @@ _ACCOUNTS = frozenset(
         *("data", "project", "projects", "public", "share", "shared", "work", "workspace"),
     )
 )
-"""Accounts and folders that are no person's name."""
+"""Accounts and folders that are not named after a person."""
 
 _PATH = re.compile(
     r"(?<![\w.:/<>\\-])(?=/)"

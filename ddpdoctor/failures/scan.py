@@ -169,5 +169,5 @@ def _shape(line: bytes) -> bytes:
 
 
 def _ends(shape: bytes) -> bytes:
-    """Return both ends of a shape, since text after a progress bar stands last."""
+    """Return both ends of a shape, since text after a progress bar comes last."""
     return shape if len(shape) <= 2 * _LONG else shape[:_LONG] + shape[-_LONG:]

@@ -343,7 +343,7 @@ class Printed:
     def known(self) -> tuple[Failure | None, Mapping[str, str]]:
         """The known failure that it shows, with its groups. None if it is not known."""
         at = self.headline
-        # The cause may stand earlier in a chain, or in a worker's own traceback.
+        # The cause may come earlier in a chain, or in a worker's own traceback.
         earlier = "\n".join(text for text in self.lines[:at] if _EXCEPTION.match(text))
         found = [recognise(text, self.text) for text in (self.message, earlier)]
         return max(
@@ -438,7 +438,7 @@ def cut_off(lines: Sequence[Line], number: int) -> Printed | None:
         number: The number of the line after them.
     """
     while lines and not _LETTER.search(lines[-1].text):
-        # The marks of a post's end are none of the log.
+        # Marks at the end of a post are not part of the log.
         lines, number = lines[:-1], number - 1
     texts = [line.text for line in lines]
     # Terminals break lines, so the last part may have a single frame.

@@ -86,7 +86,7 @@ class Place:
         return f"{self.operation or 'collective'} #{self.number}{self.sizes}"
 
     def differs(self, other: Place) -> bool:
-        """Return whether it is another collective. What a log cut off is unknown."""
+        """Return whether it is another collective. Parts that the log cut off match anything."""
         operations, sizes = {self.operation, other.operation}, {self.sizes, other.sizes}
         return len(operations - {""}) > 1 or len(sizes - {""}) > 1
 
@@ -220,7 +220,7 @@ def found_in(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]
 
 
 def _lesser(occurrences: Sequence[Occurrence]) -> tuple[list[Occurrence], bool]:
-    """Return what a run without a cause says of its end, as `found_in` does."""
+    """Return what a run without a known cause says about its end, as `found_in` does."""
     lost = _not_of_wrappers(_lost(occurrences), occurrences)
     unsure = [each for each in occurrences if _is_unsure(each) and not (each.mention and lost)]
     if unsure:

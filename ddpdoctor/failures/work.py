@@ -109,7 +109,7 @@ _MIN_FALLING = 4  # Minimum pairs of lines whose times fall
 
 
 def is_newest_first(data: bytes) -> bool:
-    """Return whether the lines of a log stand upside down, as some viewers export them."""
+    """Return whether the lines of a log are in reverse order, as some viewers export them."""
     lines = [split_line(clean(raw)).text for raw in data.split(b"\n", _SAMPLED)[:_SAMPLED]]
     heads = [at for at, text in enumerate(lines) if HEAD in text]
     if heads:

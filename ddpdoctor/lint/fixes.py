@@ -74,7 +74,7 @@ def _before(code: Code, statement: ast.stmt, text: str) -> Edit | None:
     return Edit((statement.lineno, 0), (statement.lineno, 0), f"{indent}{text}\n")
 
 
-# -- what is safe, by rule
+# -- the safe fixes, by rule
 
 
 def _set_epoch(code: Code, hit: Hit) -> list[Edit]:
@@ -150,7 +150,7 @@ def _keyword_at(call: ast.Call, value: ast.expr) -> int:
 
 
 def _unshuffled(code: Code, hit: Hit) -> list[Edit]:
-    """Drop ``shuffle=True`` beside a sampler."""
+    """Drop ``shuffle=True`` where a sampler is passed."""
     call = code.parents[code.parents[hit.node]]
     if not isinstance(call, ast.Call) or not isinstance(hit.node, ast.expr):
         return []

@@ -29,7 +29,7 @@ _BY_NAME = ("Fire", "getattr", "globals", "locals")
 """Functions that find others by names that may be computed."""
 
 _SCRIPTS = 8
-"""How many files are looked at that are a script and imported by another one."""
+"""Maximum number of files to examine that are both a script and imported by another one."""
 
 _BLOCKS = (*FUNCTIONS, ast.ClassDef)
 
@@ -57,7 +57,7 @@ class Reach:
         self.starters = self._starters([top for top, _ in joined])
 
     def _starters(self, tops: list[list[Place]]) -> set[ast.AST]:
-        """Return what only processes run that start the ranks and are none themselves."""
+        """Return the code that runs only in processes that start the ranks without being ranks."""
         given = [
             origin
             for code in self._program.codes
@@ -69,7 +69,7 @@ class Reach:
         workers = [place for each in given for place in _functions(each)]
         if not given or not all(map(_functions, given)):
             return set()
-        # A call of a worker beside is for a job of one process.
+        # A direct call of a worker, besides the one that spawns it, is for a job of one process.
         aside = {last_name(each.node) for each in given}
         outside = {node for top in tops for node in self._from(top, aside)[0]}
         return outside - self._from(workers, ())[0]

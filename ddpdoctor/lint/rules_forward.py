@@ -128,7 +128,7 @@ def _wrappers_of(code: Code, loss: ast.Call) -> set[str]:
                 # What it gets of others may be detached in it.
                 found.add(ast.unparse(node.func))
                 continue
-            # What other functions get beside their input may be indices, lengths or masks.
+            # Further arguments of other functions may be indices, lengths or masks.
             passes = _PASSES.search(last_name(node.func)) is not None
             queue += [*node.args, *(each.value for each in node.keywords)][: None if passes else 1]
             queue += [node.func.value] if isinstance(node.func, ast.Attribute) else []

@@ -457,7 +457,7 @@ def _has_default(code: Code, option: ast.Call) -> bool:
 
 
 def _is_spare(code: Code, option: ast.Call) -> bool:
-    """Return whether nothing calls the function of an option, and another one has it, too."""
+    """Return whether nothing calls the function of an option that another one adds as well."""
     function = code.function(option)
     if function is None or code.program.callers(code, function):
         return False

@@ -70,7 +70,7 @@ class Status(Enum):
     WARN = "warn"
     FAIL = "fail"
     SKIPPED = "skipped"
-    COULD_NOT_RUN = "could not run"  # The check broke or did not end in time, so nothing is known
+    COULD_NOT_RUN = "could not run"  # The check crashed or timed out, so nothing is known
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,8 @@ class Outcome:
         status: How it ended.
         detail: One line: what was tested ("8 of 8 ranks reduced correctly"), or why it was skipped
             or could not run.
-        findings: What is wrong, each with its fix and a line to paste.
-        check: The check's name. `run_checks` fills it in, and the next one.
+        findings: The problems found, each with its fix and a line to paste.
+        check: The check's name. `run_checks` sets it, and ``seconds``.
         seconds: How long it took.
         exclude: The host names of nodes to exclude from a job.
     """
@@ -96,22 +96,22 @@ class Outcome:
 
 
 def passed(detail: str) -> Outcome:
-    """Return that the test found nothing wrong."""
+    """Return the outcome of a test that found nothing wrong."""
     return Outcome(Status.PASS, detail)
 
 
 def skipped(reason: str) -> Outcome:
-    """Return that nothing was tested, for a reason such as ``no GPU``."""
+    """Return the outcome of a skipped check, with a reason such as ``no GPU``."""
     return Outcome(Status.SKIPPED, reason)
 
 
 def could_not_run(reason: str) -> Outcome:
-    """Return that nothing was tested, though it should have been."""
+    """Return the outcome of a check that should have run, but could not."""
     return Outcome(Status.COULD_NOT_RUN, reason)
 
 
 def judged(detail: str, findings: Iterable[Finding], *, exclude: Iterable[str] = ()) -> Outcome:
-    """Return the result of a test. Its worst finding decides. Information alone is a pass."""
+    """Return the result of a test. Its worst finding decides the status. Information passes."""
     found = tuple(sorted(findings, key=lambda finding: -finding.severity))
     worst = max((finding.severity for finding in found), default=Severity.INFO)
     status = {Severity.ERROR: Status.FAIL, Severity.WARNING: Status.WARN}.get(worst, Status.PASS)
@@ -119,7 +119,7 @@ def judged(detail: str, findings: Iterable[Finding], *, exclude: Iterable[str] =
 
 
 class Skip(Exception):
-    """What a check needs is missing. It is skipped for this reason."""
+    """Raised to skip a check that lacks something it needs. The text is the reason."""
 
 
 def finding(severity: Severity, message: str, *, fix: str, paste: str, **more: Any) -> Finding:
@@ -130,7 +130,7 @@ def finding(severity: Severity, message: str, *, fix: str, paste: str, **more: A
 def typed(line: str, *values: object) -> str:
     """Return a line to paste. Each value replaces a ``{}`` as one quoted word of a shell.
 
-    No value may come into such a line in another way: a name, a path or a version may be anything,
+    Insert values into such a line only this way: a name, a path or a version may contain anything,
     and may come from another machine.
     """
     return line.format(*(shlex.quote(str(value)) for value in values))
@@ -150,13 +150,13 @@ class Check:
     """A test of a machine, or of a set of nodes.
 
     Attributes:
-        name: What ``--only`` and ``--skip`` take.
+        name: The name that ``--only`` and ``--skip`` take.
         code: The code of its findings. DDP001 to DDP049 are about a machine, DDP050 to DDP099 about
             several nodes. ``ddpdoctor explain`` prints its page.
         scope: ``nodes`` checks run if there is more than one node.
         limit: Seconds it may take.
-        yields_to: The checks of whose findings this one's are consequences, by code, with the
-            predicate that has to hold.
+        yields_to: The checks whose findings may explain this one's, by code, each with the
+            predicate that decides it.
         group: The name of the line of the screen that this check shares with others.
         run: The test. It never raises for a fault of the machine. An exception is a defect of the
             check, and is reported as one.
@@ -193,7 +193,7 @@ def check(
     limit: float = LIMIT,
     yields_to: Mapping[str, Same] | None = None,
 ) -> Callable[[Run], Run]:
-    """Register a check. It may raise :class:`Skip`. Findings without a code get its own.
+    """Register a check. It may raise :class:`Skip`. Findings without a code get the check's.
 
     Raises:
         ValueError: The name or the code is taken.
@@ -221,7 +221,7 @@ def check(
 
 
 def causes_only(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Fold every finding that another one explains into its cause, by the checks' relations.
+    """Fold each finding into its cause, if the relations of the checks name one.
 
     The consequences become evidence of the cause, which becomes as severe as the worst of them. A
     check whose finding was folded keeps its status, since its test did fail.
@@ -278,10 +278,10 @@ def run_checks(
 ) -> list[Outcome]:
     """Run checks in parallel threads, wait for them, and return their outcomes in their order.
 
-    ``seen`` is called on this thread with each outcome as it comes.
+    ``seen`` is called on this thread with each outcome as it arrives.
 
     Raises:
-        KeyboardInterrupt: It was pressed. What the checks had started has been ended.
+        KeyboardInterrupt: Ctrl-C was pressed. Whatever the checks had started has been ended.
     """
     wanted = list(checks)
     answers: queue.SimpleQueue[Outcome] = queue.SimpleQueue()

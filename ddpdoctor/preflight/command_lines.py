@@ -40,7 +40,7 @@ from ddpdoctor.preflight.situation import (
 
 
 NO_ID = "none"  # torchrun's rendezvous id if none is given
-PLACEHOLDER = "train.py"  # Stands for the script if none was given
+PLACEHOLDER = "train.py"  # Printed in place of the script if none was given
 
 
 def run_line(situation: Situation, *words: str) -> str:
@@ -72,7 +72,7 @@ def words(place: NodePlace, nproc: int) -> list[str]:
 
 
 def check_line(place: NodePlace, nproc: int, **changed: Any) -> str:
-    """Return the line that starts the check on a node: this one's, with what has to change."""
+    """Return the line that starts the check on a node: this node's, with the given changes."""
     given = {name: value for name, value in changed.items() if value is not None}
     return shlex.join(["ddpdoctor", "check", *words(replace(place, **given), nproc)])
 
@@ -86,9 +86,9 @@ def line_on_node_0(place: NodePlace, nproc: int) -> str:
 def corrected_line(
     situation: Situation, *, nproc: int | None = None, port: int | None = None
 ) -> str:
-    """Return the line to go on with: the job's on one machine, the check's with several nodes.
+    """Return the corrected line: the job's on one machine, the check's with several nodes.
 
-    It has another number of ranks, or another port for the rendezvous.
+    It changes the number of ranks, or the port of the rendezvous.
     """
     options, endpoint = situation.options, situation.endpoint
     if options.nnodes > 1:
@@ -103,16 +103,16 @@ def corrected_line(
 
 
 def meeting_point(place: NodePlace, situation: Situation) -> tuple[str, str]:
-    """Return what to do about a missing or local rendezvous, and the line to paste."""
+    """Return the fix for a missing or local rendezvous, and the line to paste."""
     if place.names:
         fix, host = "Name the first node, the same on every node. Here:", place.names[0]
     elif place.rank == 0:
         fix, host = "Name this machine, the same on every node. Here:", own_host(situation)
     elif place.rank is None:
-        fix = "Name one of the nodes and a free port of it, the same on every node. If it is to be "
-        fix, host = fix + "this one, on all of them:", own_host(situation)
+        fix = "Name one of the nodes and a free port on it, the same on every node. To "
+        fix, host = fix + "name this one, on all of them:", own_host(situation)
     else:
-        fix = "Name node 0 and a free port of it, the same on every node. On node 0 this starts "
+        fix = "Name node 0 and a free port on it, the same on every node. On node 0 this starts "
         return fix + "the check:", line_on_node_0(place, situation.nproc)
     return fix, check_line(place, situation.nproc, host=host)
 
@@ -210,10 +210,10 @@ class Arguments:
 
 
 def parse(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Arguments:
-    """Read the command line, torchrun's ``PET_*`` defaults, and what a launcher says of the nodes.
+    """Read the command line, torchrun's ``PET_*`` defaults, and a launcher's variables.
 
     Raises:
-        DoctorError: It is wrong.
+        DoctorError: The command line is wrong.
     """
     given = PARSER.read(words, {}, known_options)
     values = {each.name.replace("_", "-"): each.value or "" for each in given.passed}
@@ -267,7 +267,7 @@ def choose(asked: Arguments, checks: Mapping[str, Check]) -> list[Check]:
 
 def _options(values: Mapping[str, str], given: Given, environ: Mapping[str, str]) -> Options:
     launched = next(iter(places(environ)), None)
-    # Of an elastic MIN:MAX the maximum.
+    # The maximum of an elastic MIN:MAX.
     nnodes = _whole("--nnodes", values, "a number of nodes", 1, last=":")
     nnodes = nnodes or (launched.nnodes if launched else None) or 1
     node_rank = _whole("--node-rank", values, "a number", 0)
@@ -308,7 +308,7 @@ def _options(values: Mapping[str, str], given: Given, environ: Mapping[str, str]
 
 
 def _ranks(values: Mapping[str, str]) -> int | None:
-    """Return the ranks of the node; None for torchrun's ``gpu`` and ``auto``, or if not given."""
+    """Return the node's rank count; None for torchrun's ``gpu`` and ``auto``, or if not given."""
     text = values.get("--nproc-per-node", "")
     if text in ("gpu", "auto", "xpu"):
         return None

@@ -1,4 +1,4 @@
-"""What the checks go by: options, environment, machine, time left, and the place of this node."""
+"""The inputs of the checks: options, environment, machine, time left, and this node's place."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TICK_S = 0.05
 class Deadline:
     """The time by which a check has to end, and whether it was cancelled.
 
-    A parent also ends this one, and cancels it.
+    The end or cancellation of its parent applies to it as well.
     """
 
     def __init__(self, seconds: float, parent: Deadline | None = None) -> None:
@@ -53,7 +53,7 @@ class Deadline:
 
 @contextlib.contextmanager
 def ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Kill a process that leads a session, and all that it started, when the block ends."""
+    """Kill a process that leads a session, with its process group, when the block ends."""
     try:
         yield
     finally:
@@ -73,21 +73,21 @@ def bounded(call: Callable[[], T], seconds: float) -> T:
     It runs in a thread, which is left behind if the call does not return in time.
 
     Raises:
-        TimeoutError: The call did not return within so many seconds.
-        Exception: What the call raised.
+        TimeoutError: The call did not return in time.
+        Exception: The call raised it.
     """
     return bounded_by_progress(lambda _: call(), seconds)
 
 
 def bounded_by_progress(call: Callable[[Callable[[], None]], T], seconds: float) -> T:
-    """Run a call that has to report progress every so many seconds, and return its result.
+    """Run a call that has to report progress every ``seconds``, and return its result.
 
-    The call is given a function to report with. A tick that comes late because other processes have
-    the cores counts as two ticks at most.
+    The call gets a function to report progress. A tick that is late because other processes have
+    the cores counts as at most two ticks.
 
     Raises:
-        TimeoutError: The call made no progress for so long.
-        Exception: What the call raised.
+        TimeoutError: The call made no progress for too long.
+        Exception: The call raised it.
     """
     results: list[T] = []
     errors: list[BaseException] = []
@@ -149,7 +149,7 @@ class Options:
     Attributes:
         module: Whether the script is a module's name (``-m``).
         program: Whether it is not a Python script (``--no-python``).
-        timeout: Seconds for everything.
+        timeout: Seconds for all checks.
         elastic: Whether ``--rdzv-backend`` is ``c10d`` or the like.
         soak: Seconds for which the collectives are repeated.
         kill_orphans: Whether to offer to end orphan ranks.
@@ -174,7 +174,7 @@ class Options:
 
     @property
     def most(self) -> float:
-        """Seconds for everything, including the repeated collectives."""
+        """Seconds for all checks, including the repeated collectives."""
         return self.timeout + self.soak
 
     @property
@@ -227,7 +227,7 @@ class Verdicts:
                 self._outcomes.append(outcome)
 
     def so_far(self) -> tuple[list[Any], list[str]]:
-        """Return the outcomes, and the names of the checks that still run."""
+        """Return the outcomes, and the names of the checks still running."""
         with self._lock:
             return list(self._outcomes), sorted(self._awaited)
 
@@ -259,7 +259,7 @@ class Situation:
     say: Callable[[str], None] = lambda _: None
 
     def within(self, seconds: float) -> Situation:
-        """Return the same situation with a deadline of so many seconds."""
+        """Return the same situation with a deadline in ``seconds``."""
         return replace(self, deadline=Deadline(seconds, self.deadline))
 
     def shared(self, gather: Callable[[Situation], T]) -> T:
@@ -330,7 +330,7 @@ def split_endpoint(endpoint: str) -> tuple[str, int]:
     """Split ``HOST``, ``HOST:PORT`` or ``[IPv6]:PORT``. The port defaults to torchrun's.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: The endpoint has none of these forms.
     """
     host, colon, port = endpoint.rpartition(":")
     if not colon or endpoint.endswith("]") or (":" in host and not host.startswith("[")):
@@ -351,7 +351,7 @@ def joined_endpoint(host: str, port: int) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """What a launcher's variables say about this process; None where they say nothing.
+    """This process's place by a launcher's variables; None for values that they do not give.
 
     Attributes:
         launcher: ``torchrun``, ``Slurm``, ``Open MPI``, ``MPICH`` or ``MVAPICH``.
@@ -400,7 +400,7 @@ def environment_number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def places(environ: Mapping[str, str]) -> tuple[Place, ...]:
-    """Return what each launcher says that left its variables here, torchrun first."""
+    """Return the place given by each launcher whose variables are set, torchrun first."""
     return tuple(
         _slurm(environ, place) if launcher == "Slurm" else place
         for launcher, names in _LAUNCHER_VARIABLES.items()
@@ -419,7 +419,7 @@ def _place(environ: Mapping[str, str], launcher: str, names: Sequence[str]) -> P
         # One process per node, so its rank is the node's rank.
         node, nodes = rank, world
     elif nodes is None and launcher != "torchrun" and size and world and world % size == 0:
-        # All nodes have as many processes. Which are where, only the launcher knows.
+        # All nodes have the same number of processes. Only the launcher knows which are where.
         nodes = world // size
     return Place(launcher, rank, world, local, size, node, nodes)
 
@@ -481,7 +481,7 @@ class NodePlace:
         host: The rendezvous host; empty if it was not given.
         names: The nodes' host names by rank, if the launcher reports them.
         elastic: Whether torchrun chooses node 0, and gives its name to the ranks.
-        local_addr: What it gives in place of the name; empty for the name.
+        local_addr: The address it gives instead of the name; empty for the name.
     """
 
     nnodes: int
@@ -506,7 +506,7 @@ class NodePlace:
 
 
 def node_place(situation: Situation) -> NodePlace:
-    """Return this node's place: from the options, else from Slurm's or MPI's variables."""
+    """Return this node's place, from the options or else from Slurm's or MPI's variables."""
     options = situation.options
     nnodes, rank = options.nnodes, options.node_rank
     names: tuple[str, ...] = ()
@@ -606,7 +606,7 @@ def container_memory(situation: Situation) -> tuple[int, int] | None:
             limit = _cgroup_number(folder / most)
             if limit is None:
                 continue
-            # The kernel gives page cache back when memory is short.
+            # The kernel frees page cache when memory is short.
             rows = (row.partition(" ") for row in text(folder / "memory.stat").splitlines())
             cache = ("inactive_file", "active_file")
             free = sum(int(value) for name, _, value in rows if name in cache and value.isdigit())
@@ -629,7 +629,7 @@ def container_cores(situation: Situation) -> float | None:
 
 
 def container_pids(situation: Situation) -> tuple[int, int] | None:
-    """Return the processes and threads now and at most of the tightest group, if there is one."""
+    """Return the current and maximum number of processes and threads in the tightest group."""
     found = []
     for folder in _cgroup_folders(situation, "pids"):
         most, now = _cgroup_number(folder / "pids.max"), _cgroup_number(folder / "pids.current")

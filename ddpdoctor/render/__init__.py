@@ -1,1 +1,1 @@
-"""A finding in, text out."""
+"""Turn findings and runs into text, HTML and JSON."""

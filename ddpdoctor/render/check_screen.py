@@ -1,4 +1,4 @@
-"""The output of ``ddpdoctor check`` for people: the verdict, each cause, and passed checks."""
+"""The text output of ``ddpdoctor check``: the verdict, each cause, and passed checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _STYLES = {
     Status.PASS: "ok",
     Status.SKIPPED: "dim",
 }
-"""Also the order in which the worst is chosen."""
+"""Styles by status, the worst status first."""
 
 _NAME, _STATUS, _MIN_DETAIL = 18, 7, 24
 """Columns of a check's name and status, and minimum columns of its details."""
@@ -40,12 +40,12 @@ class View:
         nnodes: The nodes of the job.
         rank: Its node rank. None if not known.
         met: Whether it met other nodes.
-        first: The host name of the node that shows all nodes. Empty if this one does.
+        first: The host name of the node that shows all nodes. Empty if it is this one.
         nodes: The findings of all nodes' own checks, as in the JSON.
         seconds: Duration of the checks.
         running: Number of interrupted checks.
         verbose: Whether to print a row for each check.
-        width: Columns. None wraps nothing, as for a pipe.
+        width: Columns. None to wrap nothing, as for a pipe.
     """
 
     host: str
@@ -68,7 +68,7 @@ class View:
 
 
 def screen(outcomes: Sequence[Outcome], view: View) -> str:
-    """Return everything about the checks, the verdict first."""
+    """Return the whole output, the verdict first."""
     found = [
         finding
         for outcome in outcomes
@@ -153,11 +153,11 @@ def _there(finding: Finding) -> Severity | None:
     return next((each for each in Severity if each.label in finding.subjects), None)
 
 
-# -- the nodes, and what is wrong with them
+# -- the nodes and their problems
 
 
-TABLE_FROM = 3  # Minimum nodes with problems. Fewer are easy to see in the blocks.
-MAX_PROBLEMS = 6  # Columns that fit into 80
+TABLE_FROM = 3  # Minimum number of nodes with problems. Fewer are easy to see in the blocks.
+MAX_PROBLEMS = 6  # Maximum number of problems that fit into 80 columns
 
 
 def node_table(outcomes: Sequence[Outcome], view: View) -> str:
@@ -204,17 +204,17 @@ def finding_blocks(found: Iterable[Finding], *, colour: bool, width: int | None)
     ordered = worst_first(found)
     if not ordered:
         return ""
-    # Imported here, since most checks find nothing.
+    # Imported here, because most checks find nothing.
     from ddpdoctor.render import console
 
     return "\n".join(console.render(each, colour=colour, width=width) for each in ordered)
 
 
-# -- what was tested
+# -- the tests and their results
 
 
 def result_table(outcomes: Sequence[Outcome], *, colour: bool, width: int | None) -> str:
-    """Return a line for each check: its name, its result, and what was really tested."""
+    """Return a line for each check: its name, its result, and details of the test."""
     lines = []
     room = max(_MIN_DETAIL, (width or UNWRAPPED) - _NAME - _STATUS - 2)
     for outcome in outcomes:
@@ -232,7 +232,7 @@ def _painted(status: Status, *, colour: bool) -> str:
 
 
 def group_lines(outcomes: Sequence[Outcome], view: View) -> str:
-    """Return a line for each group of checks: the worst result, or what the first one tested."""
+    """Return a line for each group of checks: the worst result, or details of the first check."""
     room = max(_MIN_DETAIL, (view.width or UNWRAPPED) - _GROUP - _STATUS - 2)
     lines = []
     for group, each in groupby(outcomes, lambda outcome: _group(outcome.check)):

@@ -1,4 +1,4 @@
-"""Write a run as a Chrome trace for Perfetto, with the traces of torch.profiler beside it.
+"""Write a run as a Chrome trace for Perfetto, merged with traces of torch.profiler.
 
 Each rank is a process with tracks for steps, phases, waits for the DataLoader and collectives.
 All times are on one clock (:func:`clock_offsets`), in microseconds from the start of the run. Only
@@ -6,7 +6,7 @@ durations are recorded within a step, so phases are laid out in their usual orde
 
 A profiler trace names its rank (``distributedInfo``) if the process group was initialized.
 Otherwise the process id or the file's name shows it. Its times count from ``baseTimeNanoseconds``.
-Traces of older versions of torch have none and hold microseconds since 1970.
+Traces of older versions of torch lack that and hold microseconds since 1970.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from ddpdoctor.run.step_series import StepLog, split_backwards
 
 # -- traces of torch.profiler
 
-MAX_PROFILE_BYTES = 1 << 30  # Size of a profiler trace in bytes, decompressed
+MAX_PROFILE_BYTES = 1 << 30  # Maximum size of a decompressed profiler trace in bytes
 
 _PROFILE_SUFFIXES = (".json", ".json.gz")
 _RANK_IN_NAME = re.compile(r"rank[-_]?(\d{1,6})", re.IGNORECASE)
 _NUMBERS_PER_RANK = 1_000_000
 """Process numbers of the profiler trace of rank R begin at ``(R + 1) * _NUMBERS_PER_RANK``."""
-_ARROWS_PER_RANK = 1 << 32  # The same for the numbers of its arrows. JavaScript holds them exactly.
+_ARROWS_PER_RANK = 1 << 32  # The same for its arrows. JavaScript holds these numbers exactly.
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def read_profiles(directory: str, run: Run) -> list[Profile]:
     """Read the profiler traces in a directory and below.
 
     Raises:
-        DoctorError: There is none, or one cannot be read or does not belong to a rank of the run.
+        DoctorError: There is no trace, or one cannot be read or belongs to no rank of the run.
     """
     paths = sorted(
         each for each in Path(directory).rglob("*") if each.name.endswith(_PROFILE_SUFFIXES)
@@ -114,8 +114,8 @@ def profile_events(
 ) -> Iterator[JsonObject]:
     """Yield the events of profiler traces, on the clock of the run's trace.
 
-    That begins at ``zero``, in Unix nanoseconds. ``lead`` returns the nanoseconds by which a rank's
-    clock is ahead.
+    That clock starts at ``zero``, in Unix nanoseconds. ``lead`` returns the nanoseconds by which a
+    rank's clock is ahead.
     """
     every = {profile.rank: _ProfileNumbers(profile.rank) for profile in profiles}
     for profile in profiles:
@@ -142,13 +142,13 @@ class _ProfileNumbers:
         self._arrows.clear()
 
     def moved(self, event: JsonObject, shift: float) -> Iterator[JsonObject]:
-        """Yield an event of that trace with these numbers, after names that it introduces."""
+        """Yield an event of that trace with unique numbers, after names that it introduces."""
         pid, tid = event.get("pid"), event.get("tid")
         if str(pid) not in self._processes:
             first = (self._rank + 1) * _NUMBERS_PER_RANK
             self._processes[str(pid)] = first + len(self._processes)
             if not isinstance(pid, int):
-                # A GPU, or another word instead of a number.
+                # The id of a GPU, or another word, is not a number.
                 name = self._name(str(pid or ""))
                 yield _name("process_name", self._processes[str(pid)], 0, name)
         process = self._processes[str(pid)]
@@ -177,8 +177,8 @@ class _ProfileNumbers:
 # -- the trace of a run
 
 MAX_STEPS = 60_000
-"""Maximum steps of all ranks, the newest of each. They take some 60 MB, which Perfetto opens at
-once.
+"""Maximum steps of all ranks, the newest of each. They take about 60 MB, which Perfetto opens
+quickly.
 """
 
 JOB, FIRST = 1, 10  # The process of the job as a whole, and of rank 0
@@ -197,7 +197,7 @@ def write_trace(
     """Write the trace with profiler traces merged in. Return its size in bytes.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     each = MAX_STEPS // (len(run.last) or 1)
     newest = {
@@ -223,7 +223,7 @@ def write_trace(
 
 # -- One clock
 
-MIN_SHARED = 3  # Steps that two nodes must share
+MIN_SHARED = 3  # Minimum number of steps that two nodes must share
 
 
 def clock_offsets(
@@ -261,7 +261,7 @@ class _Clock:
         starts = [each[0].start - self.lead(rank) for rank, each in steps.items() if each]
         started = integer(run.manifest, "started")
         self.zero = min([*starts, *([started] if started else [])], default=0)
-        """Unix nanoseconds at which the trace begins."""
+        """The start of the trace in Unix nanoseconds."""
 
     def lead(self, rank: int) -> int:
         """Return the nanoseconds by which a rank's clock is ahead."""

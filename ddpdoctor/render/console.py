@@ -21,11 +21,11 @@ from ddpdoctor.run.snapshot import Run
 
 # -- the lines of code around a finding
 
-CONTEXT = 2  # Lines of code above and below the blamed one
+CONTEXT = 2  # Number of code lines above and below the blamed one
 
 
 class CodeRow(NamedTuple):
-    """A line of source. Tabs stay, other control characters are made visible."""
+    """A line of source. Control characters except tabs are made visible."""
 
     number: int
     text: str
@@ -36,7 +36,7 @@ def code_frame(finding: Finding, written: float | None) -> list[CodeRow]:
     """Return the lines around a finding. Empty if the source cannot be read, or has changed.
 
     A file written after ``written`` (Unix seconds) is not shown, unless the traceback has the same
-    line. With None, files are as the job read them.
+    line. With None, files count as unchanged since the job read them.
     """
     location = finding.location
     if location is None:
@@ -45,7 +45,7 @@ def code_frame(finding: Finding, written: float | None) -> list[CodeRow]:
         data = opening.contents(location.path, opening.MOST_SOURCE, links=True)
     except (OSError, ValueError):
         return []
-    # As Python counts lines, which is not as str.splitlines does.
+    # Split lines as Python does. str.splitlines splits at more characters.
     source = io.TextIOWrapper(io.BytesIO(data), "utf-8", "replace").read().split("\n")
     first = max(1, location.line - CONTEXT)
     rows = [
@@ -57,7 +57,7 @@ def code_frame(finding: Finding, written: float | None) -> list[CodeRow]:
 
 
 def _is_unchanged(finding: Finding, location: Location, line: str, written: float | None) -> bool:
-    """Return whether a line of a source file is still what the job ran."""
+    """Return whether a line of a source file is unchanged since the job ran it."""
     head = re.compile(
         rf'^\s*File "{re.escape(location.path)}", line {location.line}(?:, in .*)?\n +(\S.*)$',
         re.MULTILINE,
@@ -91,8 +91,8 @@ def render(
 ) -> str:
     """Return a finding as text: headline, code frame, evidence, fix, a line to paste.
 
-    Wrap at ``width`` columns. None wraps nothing, as for a pipe. ``written`` is that of
-    :func:`code_frame`, ``kept`` the file with the whole traceback, if any.
+    Wrap at ``width`` columns. None wraps nothing, as for a pipe. ``written`` is passed to
+    :func:`code_frame`. ``kept`` is the file with the whole traceback, if any.
     """
     room, label = width or UNWRAPPED, finding.severity.label
     rows = folded(f"{label} {shown(finding.code)}: {shown(finding.message)}", room)
@@ -115,9 +115,9 @@ def render(
 
 
 def written_before(run: Run) -> float:
-    """Return the time before which files that the run has read were written (Unix seconds).
+    """Return the Unix time before which files that the run has read were written.
 
-    On a machine other than the run's, no file is known to be the same.
+    Return 0 on another machine than the run's, where no file is known to be the same.
     """
     here = run.manifest.get("host") == socket.gethostname()
     started = run.manifest.get("started")
@@ -165,7 +165,7 @@ def user_calls(finding: Finding) -> list[str]:
 
 
 def shown_path(path: str) -> str:
-    """Return a path as a person would type it: relative if below the working directory."""
+    """Return a path as a user would type it: relative if below the working directory."""
     try:
         return shown(str(Path(path).relative_to(Path.cwd())))
     except (ValueError, OSError):
@@ -176,7 +176,7 @@ def shown_path(path: str) -> str:
 
 
 def problem_line(finding: Finding, script: str) -> str:
-    """Return the line. A finding without a place is put at the top of the ``script``."""
+    """Return the line. Put a finding without a place at the top of the ``script``."""
     message, place = finding.message, finding.location
     # An editor shows the place already.
     for path in {place.path, shown_path(place.path)} if place is not None else ():
@@ -190,7 +190,7 @@ def problem_line(finding: Finding, script: str) -> str:
 
 
 def problem_retraction(withdrawn: Withdrawn, script: str) -> str:
-    """Return an info at the same place. An editor keeps the finding's line until the next run."""
+    """Return an info at the same place: editors keep the finding's line until the next run."""
     finding = withdrawn.reported.finding
     text = f"info {finding.code} {withdrawn.verb}: {withdrawn.reason}"
     return shown(f"{_problem_place(finding, script)}: {text}")
@@ -207,7 +207,7 @@ _GITHUB_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity
 
 
 def github_line(finding: Finding, script: str) -> str:
-    """Return the line. A finding without a place is put at the top of the ``script``."""
+    """Return the annotation. Put a finding without a place at the top of the ``script``."""
     text = [finding.message, *finding.evidence]
     text += [f"fix: {finding.fix}"] if finding.fix else []
     text += [f"paste: {finding.paste}"] if finding.paste else []
@@ -216,7 +216,7 @@ def github_line(finding: Finding, script: str) -> str:
 
 
 def github_retraction(withdrawn: Withdrawn, script: str) -> str:
-    """Return a notice at the same place. GitHub cannot take an annotation back."""
+    """Return a notice at the same place, since GitHub cannot withdraw an annotation."""
     finding = withdrawn.reported.finding
     title = f"{finding.code} {withdrawn.verb}"
     return _workflow_command("notice", finding, script, title, withdrawn.reason)

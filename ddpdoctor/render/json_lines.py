@@ -14,7 +14,7 @@ from ddpdoctor.run.reported import Withdrawn, from_journal
 if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
 
-FORMAT = 1  # Version of the lines. It is raised when a key changes its meaning, not for new keys.
+FORMAT = 1  # Version of the lines, raised when a key changes its meaning, not for new keys
 
 
 def line(finding: Finding, head: dict[str, Any]) -> str:
@@ -50,8 +50,8 @@ def retraction(withdrawn: Withdrawn, head: dict[str, Any]) -> str:
 def end(status: int, current: Iterable[Finding], head: dict[str, Any]) -> str:
     """Write the last line of ``run --json``: ``event, exit_status, findings``.
 
-    ``status`` is that of ``ddpdoctor run``, negative for the signal that ends it. ``current`` are
-    the findings reported and not withdrawn.
+    ``status`` is the exit status of ``ddpdoctor run``, negative for the signal that ends it.
+    ``current`` are the findings reported and not withdrawn.
     """
     counts = Counter(finding.severity for finding in current)
     findings = {each.label: counts[each] for each in reversed(Severity)}
@@ -61,8 +61,8 @@ def end(status: int, current: Iterable[Finding], head: dict[str, Any]) -> str:
 def head(run: Run | None = None, restart: int | None = None) -> dict[str, Any]:
     """Return the first keys of each line: ``format, time, run, step``.
 
-    ``time`` is Unix seconds, ``run`` the run's id, ``step`` the step that the ranks of attempt
-    ``restart``, or of the last one, had reached. Unknown values are null, as in a log.
+    ``time`` is in Unix seconds, ``run`` the run's id, ``step`` the step that the ranks of attempt
+    ``restart``, or of the last one, had reached. Unknown values are null, as for a log.
     """
     if run is None:
         return {"format": FORMAT, "time": None, "run": None, "step": None}

@@ -39,7 +39,7 @@ def _name(run: Run) -> str:
 
 
 def _kept_lines(run: Run) -> Iterator[str]:
-    """Yield the steps that ranks kept, or why they could not."""
+    """Yield a line for each step that a rank kept, or why it could not."""
     for rank in run.last:
         for record in rank.records.of(CapsuleRecord):
             what = f"rank {rank.rank} kept step {record.step}"
@@ -80,7 +80,7 @@ def summary_lines(run: Run) -> Iterator[str]:
         followed = 100 * sum(end.followed for end in ends) / over
         yield (
             f"ddpdoctor took {spent + followed:.2f} % of the ranks' time: "
-            f"{followed:.2f} % to follow steps, {spent:.2f} % to look closer"
+            f"{followed:.2f} % to follow steps, {spent:.2f} % to examine more closely"
         )
     lost = sum(rank.status.dropped for rank in run.last if rank.status is not None)
     if lost:
@@ -170,7 +170,7 @@ def _ending_text(run: Run) -> str:
     return f"; the job {how}{asked}" + (f": {why}" if asked and why else "")
 
 
-# -- what the supervisor prints
+# -- the supervisor's output
 
 PREFIX = "ddpdoctor: "
 
@@ -181,7 +181,7 @@ class Reporter:
     Args:
         say: Writes text between the job's lines.
         options: ``quiet``, ``json``, ``output`` and ``selection`` are used.
-        keep: Writes a finding's whole traceback into the run directory, and returns the path.
+        keep: Writes a finding's whole traceback into the run directory. Returns the path.
         source: The check of the job's code, if there is one.
 
     Raises:
@@ -227,7 +227,7 @@ class Reporter:
         return self._log.current
 
     def note(self, text: str) -> None:
-        """Print a line about what ddpdoctor does, unless ``--quiet``."""
+        """Print a line about an action of ddpdoctor, unless ``--quiet``."""
         if not self._quiet:
             self._say(_prefixed(text))
 
@@ -242,7 +242,7 @@ class Reporter:
             self._say(_prefixed(f"warning: {text}"))
 
     def begin(self) -> None:
-        """Say that the job is about to start and can be watched."""
+        """Print how to watch the job, which is about to start."""
         if terminal.width(2) is not None:
             self.note("watch it: `ddpdoctor top` in another terminal")
 
@@ -283,7 +283,7 @@ class Reporter:
         self.faults.failed(failed)
         if self._source is not None:
             self.found = self._source.placed(self.found)
-        # Earlier findings of a rule that failed still stand.
+        # Earlier findings of a failed rule remain valid.
         unread = [code for code in RULES if code in self.faults]
         if left:
             known = {each.code for each in self.current}
@@ -306,7 +306,7 @@ class Reporter:
             part = f"the text of {finding.code}"
             self.faults.guarded(part, self._report, run, finding)
             if part in self.faults:
-                # Only its message, since the rest cannot be rendered.
+                # Print only its message, because the rest cannot be rendered.
                 self._say(_prefixed(f"{finding.severity.label} {finding.code}: {finding.message}"))
 
     def _report(self, run: Run, finding: Finding) -> None:
@@ -341,14 +341,14 @@ class Reporter:
         self._write_json(json_lines.end(status, self.current, json_lines.head(run)))
 
     def summary(self, run: Run, judge: str = "") -> None:
-        """Print the last lines: the command, its speed, the findings, and where the records are.
+        """Print the last lines: the command, its speed, the findings, and the records' directory.
 
-        ``judge`` is the host that reports the findings of all nodes, empty if that is this one.
+        ``judge`` is the host that reports the findings of all nodes, empty if it is this one.
         """
         if self._quiet:
             return
         if judge and not self.current:
-            # Under Slurm all nodes write into one log. Keep this one's part short.
+            # Under Slurm all nodes write into one log. Keep this node's part short.
             self.note(f"findings: see {judge}, which judged all ranks; records in {run.path}")
             return
         for line in self.faults.guarded("the summary", lambda: list(summary_lines(run))) or ():

@@ -1,6 +1,6 @@
 """Draw merged stacks as lines of text for a terminal of any width.
 
-Places are written as a person would type them, relative to the working directory.
+Places are written as a user would type them, relative to the working directory.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from ddpdoctor.stacks.frames import CUT, FOLDED, Code, Merged, Node, fold, libra
 
 _INDENT = "  "
 _MAX_PLACE, _MAX_FUNCTION = 34, 24
-"""Columns of a place and of a function's name. Longer ones push the rest to the right."""
-_MIN_CODE = 12  # Minimum columns for showing a line of code
+"""Maximum columns of a place and of a function's name. Longer ones push the rest to the right."""
+_MIN_CODE = 12  # Minimum columns to show a line of code
 _MAX_NATIVE = 8
-_ODD = "!"  # The sign before ranks that are elsewhere than most
+_ODD = "!"  # The sign before ranks that are not where most ranks are
 
 
 @dataclass(frozen=True)
 class StackStyle:
-    """How stacks are drawn."""
+    """The style of drawn stacks."""
 
     width: int = 80
     ascii_only: bool = False
@@ -187,7 +187,7 @@ def draw_variables(stacks: Sequence[RankStacks], style: StackStyle) -> list[Line
 
 
 def draw_others(stacks: Sequence[RankStacks], style: StackStyle, code: Code) -> list[Line]:
-    """Draw the threads other than the main ones, equal stacks once."""
+    """Draw the threads other than the main ones. Draw equal stacks once."""
     groups: dict[tuple[str, tuple[Frame, ...]], list[tuple[int, Thread]]] = defaultdict(list)
     keep: Callable[[Sequence[Frame]], tuple[Frame, ...]] = tuple if style.all_frames else fold
     for each in stacks:

@@ -1,4 +1,4 @@
-"""Style, fit and wrap lines for a terminal, detect its abilities, and keep a status line."""
+"""Style, fit and wrap lines for a terminal, detect its capabilities, and keep a status line."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class Colour(NamedTuple):
-    """The colour of one meaning, wherever it is drawn."""
+    """The colour of one meaning, in all outputs."""
 
     light: str  # On a light background, as ``#rrggbb``
     dark: str  # On a dark background
-    ansi: str  # In a terminal of sixteen colours, as rich names it
+    ansi: str  # Rich's name for it in a terminal of sixteen colours
 
 
 PHASE_COLOURS = {
@@ -36,7 +36,7 @@ PHASE_COLOURS = {
     "other": Colour("#a8745a", "#d0a183", "magenta"),
     "wait": Colour("#cbd5e1", "#475569", "bright_black"),
 }
-"""In the order of a step's bar. Waiting is grey: it is not the rank's fault."""
+"""Colours in the order of a step's bar. Waiting is grey: it is not the rank's fault."""
 
 SEVERITY_COLOURS = {
     "error": Colour("#dc2626", "#f87171", "red"),
@@ -44,7 +44,7 @@ SEVERITY_COLOURS = {
     "info": Colour("#0e7490", "#67e8f9", "cyan"),
     "good": Colour("#15803d", "#4ade80", "green"),
 }
-"""``good`` is a job that succeeded."""
+"""``good`` is for a job that succeeded."""
 
 # -- styled lines of text for a terminal of any width
 
@@ -189,7 +189,7 @@ def folded(text: str, room: int) -> list[str]:
 
 
 def labelled(label: str, text: str, room: int, width: int, style: str = "") -> list[Line]:
-    """Wrap a text beside a label of ``width`` columns."""
+    """Wrap a text next to a label of ``width`` columns."""
     if room < width + 12:
         return [((label, "dim"),), *wrapped(text, room, style, " ")]
     rows = wrapped(text, room - width, style)
@@ -197,7 +197,7 @@ def labelled(label: str, text: str, room: int, width: int, style: str = "") -> l
     return [((head, "dim"), *row) for head, row in zip(heads, rows, strict=True)]
 
 
-# -- what the terminal, or another output, can show
+# -- capabilities of the terminal, or of another output
 
 _UNICODE = ("utf8", "utf16", "utf32", "gb18030")
 
@@ -205,7 +205,7 @@ _UNICODE = ("utf8", "utf16", "utf32", "gb18030")
 def only_ascii(out: TextIO | None, environment: Mapping[str, str]) -> bool:
     """Return whether to draw in ASCII, because the locale is C or the output allows nothing else.
 
-    The locale is that of the environment at the start, see `given_environment`.
+    The locale is taken from the environment at the start, see `given_environment`.
     """
     encoding = (getattr(out, "encoding", None) or "ascii").lower().replace("-", "")
     if encoding not in _UNICODE:
@@ -213,7 +213,7 @@ def only_ascii(out: TextIO | None, environment: Mapping[str, str]) -> bool:
     names = ("LC_ALL", "LC_CTYPE", "LANG")
     locale = next((environment[name] for name in names if environment.get(name)), "C")
     charset = locale.partition("@")[0].partition(".")[2].lower().replace("-", "")
-    # Without the locale installed Python takes UTF-8. The terminal keeps the named one.
+    # If the locale is not installed, Python uses UTF-8, but the terminal the named charset.
     return locale in ("C", "POSIX") or charset not in ("", *_UNICODE)
 
 
@@ -231,12 +231,12 @@ def given_environment() -> Mapping[str, str]:
 
 
 def wants_colour(descriptor: int = 2) -> bool:
-    """Return whether it is a terminal with colour, without ``NO_COLOR`` and ``TERM=dumb``."""
+    """Return whether to write colours: to a terminal, without ``NO_COLOR`` and ``TERM=dumb``."""
     return os.isatty(descriptor) and not os.environ.get("NO_COLOR") and not is_dumb()
 
 
 def width(descriptor: int) -> int | None:
-    """Return the columns to write for, from 40 to 100. None if it is not a terminal."""
+    """Return the columns to write, from 40 to 100. None if the output is not a terminal."""
     try:
         return max(40, min(os.get_terminal_size(descriptor).columns, 100))
     except OSError:
@@ -263,7 +263,7 @@ def is_dumb() -> bool:
 
 
 class StatusLine:
-    """A line that is replaced, with lines that stay above it. Any thread may use it."""
+    """A line that is replaced in place, below lines that stay. Any thread may use it."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = sys.stderr if stream is None else stream

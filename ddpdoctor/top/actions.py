@@ -1,9 +1,9 @@
 """Run actions on a run: take stacks, list processes, attach, send a signal.
 
 They read files or ask processes, so the drawing thread does not call them. The pid in a file may
-now belong to another process. So before a signal is sent, the process must be on this machine, of
-this user, older than the record that names it, and marked as the run's. This is checked again after
-the person has decided.
+now belong to another process. So before a signal is sent, the process must be on this machine,
+belong to this user, be older than the record that names it, and be marked as the run's. This is
+checked again after the user has decided.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def attach_lines(snapshot: Snapshot) -> tuple[str, ...]:
 def write_launch_json(snapshot: Snapshot) -> str:
     """Write the ranks into launch.json, as ``ddpdoctor attach --write`` does.
 
-    Returns a description.
+    Return a description.
 
     Raises:
         DoctorError: There is nothing to attach to, or the file cannot be edited.

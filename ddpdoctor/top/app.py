@@ -79,10 +79,10 @@ class Canvas(Widget, can_focus=True):
 
 
 def changed_stretches(before: Line, after: Line) -> list[tuple[int, int]]:
-    """Return the ranges of columns that differ: the first, and the one after the last."""
+    """Return the ranges of differing columns, as the first one and the one after the last."""
 
     def cells(line: Line) -> list[Span] | None:
-        # None if a character takes two columns, or zero.
+        # None if a character is two columns wide, or zero.
         found = [(each, style) for text, style in line for each in text]
         return found if len(found) == sum(text_width(text) for text, _ in line) else None
 
@@ -145,7 +145,7 @@ class Questions:
         self._app.reader.ask(task)
 
     def _show(self, panel: Panel, asked: tuple[str, ...]) -> None:
-        """Show the response to a key in its panel."""
+        """Show the answer to a key in its panel."""
         self._app.material = replace(self._app.material, asked=asked)
         if self._app.view.panel != panel:
             self._app.view = self._app.view.toggled(panel)
@@ -178,7 +178,7 @@ class Questions:
             self._ask(lambda: actions.processes_below(row), lambda found: show(asked=found))
 
     def take_outlier(self, snapshot: Snapshot, interval: float) -> None:
-        """Take the stack of the blamed rank, if the last one is ``interval`` seconds old."""
+        """Take the stack of the blamed rank if the last one is older than ``interval`` seconds."""
         app, rank, now = self._app, snapshot.verdict.rank, time.monotonic()
         row = next((row for row in snapshot.ranks if row.rank == rank), None)
         running = row is not None and row.state in ("running", "stale")
@@ -281,7 +281,7 @@ class Questions:
             self._app.reader.switch(lambda: make(run.path))
 
 
-WIDE = 160  # Minimum number of columns for the stack of the blamed rank
+WIDE = 160  # Minimum number of columns to show the stack of the blamed rank
 STACK_INTERVAL = 10.0  # Seconds between two stacks of that rank
 MESSAGE_TIMEOUT = 10.0  # Seconds for which the message of a key stays
 
@@ -300,7 +300,7 @@ class TopApp(App[None]):
         list_runs: Lists them again; called in the reader's thread.
         make_run: Makes the source for a chosen run.
         record: Starts a recording. None if there is nothing to record.
-        recording: One that has started.
+        recording: A recording that has already started.
     """
 
     CSS_PATH = "app.tcss"
@@ -351,11 +351,11 @@ class TopApp(App[None]):
     # -- textual
 
     def compose(self) -> ComposeResult:
-        """Yield the one widget."""
+        """Yield the only widget."""
         yield self._canvas
 
     def on_mount(self) -> None:
-        """Draw before the first reading, then read."""
+        """Draw before the first frame is read, then start reading."""
         self._canvas.focus()
         # The shell has overwritten the screen, so draw everything.
         self.app_resume_signal.subscribe(self, lambda _: self._refresh_all())
@@ -486,7 +486,7 @@ class TopApp(App[None]):
                 self.view = replace(self.view, item=self.drawn.item)
             self._canvas.show(self.drawn.lines)
         before = self.reader.want
-        # Behind a panel the board does not change. A recording has all ranks.
+        # Behind a panel the board does not change. A recording needs all ranks.
         visible = before.ranks if self.drawn.visible is None else self.drawn.visible
         want = Visible(visible if self._recording is None else None)
         if want != before:

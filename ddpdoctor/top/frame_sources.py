@@ -1,4 +1,4 @@
-"""Open the source of the monitor's frames: a run, the newest run, or the machine without one.
+"""Open the source of the monitor's frames: a run, the newest run, or the machine without a run.
 
 A finished run is replayed step by step from its journals.
 """
@@ -30,9 +30,9 @@ _MAX_READINGS, _MIN_CHART_POINTS = 960, 10
 
 
 class FinishedSource(Replay):
-    """A frame for each step of the newest attempt, and a last one that says how it ended.
+    """A frame for each step of the newest attempt, and a last one that shows how it ended.
 
-    It opens at the last one. Journals are not kept in memory: each frame reads its steps. ``end``
+    It opens at the last frame. Journals are not kept in memory: each frame reads its steps. ``end``
     is a source that has already read the run's end.
 
     Raises:
@@ -68,7 +68,7 @@ class FinishedSource(Replay):
     def history(self) -> Iterator[Snapshot]:
         """Yield frames from the beginning to the end, evenly spread.
 
-        None if it would take long with many ranks: the charts then begin with the monitor.
+        Yield none if it would take long with many ranks: the charts then begin with the monitor.
         """
         points = min(_MAX_CHART_POINTS, _MAX_READINGS // max(1, len(self._logs)))
         every = max(1, self._steps // points) if points >= _MIN_CHART_POINTS else self._steps + 1
@@ -116,7 +116,7 @@ class FinishedSource(Replay):
 
 
 def _row_at_step(row: RankRow, number: int, steps: list[StepRecord], *, apart: bool) -> RankRow:
-    """Return a rank at the end of a step, without values that only its status page had."""
+    """Return a rank at the end of a step, without values that only its status page has."""
     reached = bool(steps) and steps[-1].step == number
     waits = not reached and row.state not in ("ended", "dead")
     parts = run_files.after_warm_up([parts_of(step) for step in steps])
@@ -138,7 +138,7 @@ def _row_at_step(row: RankRow, number: int, steps: list[StepRecord], *, apart: b
 
 
 class MachineSource:
-    """The machine without a run. Its GPUs are polled here, since there is no supervisor."""
+    """The machine without a run. Its GPUs are polled here, because there is no supervisor."""
 
     def __init__(self, interval: float, whose: str = "yours") -> None:
         self.interval = interval
@@ -210,7 +210,7 @@ class RunSource:
 class FollowingSource:
     """The newest live run until it ends, then its end until another run starts.
 
-    Before the first one, the machine. With a folder, only its runs
+    Before the first run, show the machine. With a folder, show only its runs
     (:func:`ddpdoctor.run.rundir.belongs`).
     """
 
@@ -238,7 +238,7 @@ class FollowingSource:
                 return
             run = RunSource(path, self.interval)
         except (OSError, DoctorError):
-            # It was removed after the listing, or is of a newer version.
+            # The run was removed after the listing, or is of a newer version.
             return
         self.close()
         self._run = run
@@ -270,7 +270,7 @@ def live_runs(folder: str | None = None) -> list[RunChoice]:
     """List the live runs of this user, or of a folder (`rundir.belongs`), newest first.
 
     Raises:
-        DoctorError: They cannot be listed.
+        DoctorError: The runs cannot be listed.
     """
     try:
         paths = rundir.live(folder)
@@ -281,7 +281,7 @@ def live_runs(folder: str | None = None) -> list[RunChoice]:
         try:
             manifest = read_manifest(path)
         except DoctorError:
-            # It is starting or ending, or of a newer version.
+            # The run is starting or ending, or of a newer version.
             continue
         pages = StatusPages(path)
         pages.refresh()
@@ -308,8 +308,8 @@ def open_source(
 ) -> Source:
     """Open the source that a command line asks for.
 
-    Without a run's name or directory it is the newest live run, of ``folder`` if that is given, or
-    the machine until there is one.
+    By default it is the newest live run, of ``folder`` if that is given, or the machine until there
+    is a run.
 
     Raises:
         DoctorError: There is no such run or recording.

@@ -20,7 +20,7 @@ from ddpdoctor.top.snapshot import Snapshot, Times
 
 @dataclass(frozen=True)
 class Visible:
-    """The content of the screen, so that a source can skip the rest."""
+    """The visible content of the screen, so that a source can skip the rest."""
 
     ranks: frozenset[int] | None = None  # Ranks that are visible. None: all.
 
@@ -64,7 +64,7 @@ class Source(Protocol):
         """Read the current frame. This may take a while, so call it in a separate thread.
 
         Raises:
-            DoctorError: There is nothing to show, now or later.
+            DoctorError: There is nothing to show, and there will not be.
         """
 
     def history(self) -> Iterable[Snapshot]:
@@ -186,7 +186,7 @@ class Reader(threading.Thread):
         self._deliver = deliver
         self._trouble = trouble
         self._before = before
-        self._run: str | None = None  # The directory of the run whose past is known
+        self._run: str | None = None  # The directory of the run whose history was read
         self._wake = threading.Event()
         self._tasks: list[Callable[[], None]] = []
         self._lock = threading.Lock()
@@ -252,7 +252,7 @@ class Reader(threading.Thread):
         self._wake.set()
 
     def switch(self, make: Callable[[], Source]) -> None:
-        """Read from another source from now on."""
+        """Switch to another source."""
 
         def switched() -> None:
             self._close()

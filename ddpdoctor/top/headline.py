@@ -1,7 +1,7 @@
 """Choose the sentence above the board and the state of the run.
 
-The sentence is, in this order: a hang or a crash that the supervisor reported; a rank that died,
-waits, is stopped or shows no sign of life right now; another finding; the slowest rank. Only the
+The sentence is about, in this order: a hang or a crash that the supervisor reported; a rank that
+died, waits, is stopped or shows no sign of life now; another finding; the slowest rank. Only the
 rules blame a slow rank: they compare own times over many more steps.
 """
 
@@ -38,7 +38,7 @@ class VerdictFacts:
     held: tuple[int, ...] = ()  # Ranks that wait for a debugger
     usual: Times | None = None  # The median rank's steps
     findings: tuple[FindingRow, ...] = ()
-    hung: bool = False  # The supervisor found that the job makes no progress
+    hung: bool = False  # Whether the supervisor found that the job makes no progress
     attempt: int = 0
     attempts: int | None = None  # Maximum number that the launcher makes. None if unknown.
     whole: bool = True  # Whether the times are current, so that phases are meaningful
@@ -183,7 +183,7 @@ def _ending_verdict(rows: Sequence[RankRow], facts: VerdictFacts, worst: Finding
     return replace(found, text=f"{end.text.partition('; ')[0]}; {found.text}")
 
 
-# -- what keeps a live run from training: ranks that do not run
+# -- reasons why a live run does not train: ranks that do not run
 
 
 def _dead(rows: Sequence[RankRow], facts: VerdictFacts) -> Verdict | None:
@@ -244,7 +244,7 @@ def _stale(rows: Sequence[RankRow], facts: VerdictFacts) -> Verdict | None:
     return _verdict(f"no heartbeat from {_named(stale)} for {age}{why}", "error", worst)
 
 
-# -- what keeps a live run from training: ranks that wait
+# -- reasons why a live run does not train: ranks that wait
 
 
 def _stuck(rows: Sequence[RankRow], facts: VerdictFacts) -> Verdict | None:

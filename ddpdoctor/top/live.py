@@ -1,4 +1,4 @@
-"""Make frames of a live run: its status pages, GPUs and processes, in detail for ranks on screen.
+"""Make frames of a live run from status pages, GPUs and processes, in detail for ranks on screen.
 
 GPU readings come from the files that the pollers of all nodes write. CPU, memory and the states
 of processes are those of this machine.
@@ -50,13 +50,13 @@ from ddpdoctor.top.run_files import (
 )
 from ddpdoctor.top.snapshot import Gpu, Job, Machine, RankRow, Snapshot, Times, Verdict
 
-# -- read GPUs, CPU and memory of the machines, and why a process shows no sign of life
+# -- GPUs, CPU and memory of the machines, and reasons why a process shows no sign of life
 
 
 STALE_READING = 10.0  # Maximum age of a poller's last reading in seconds
 
 MANY_NODES, MAX_NODES = 8, 1024
-"""Number of nodes above which files are read every other time, and the maximum number read."""
+"""Number of nodes above which files are read every other time, and maximum number of nodes read."""
 
 _MAX_BYTES = 8 << 20  # Maximum size of all nodes' files, with some hundred bytes per GPU
 
@@ -168,10 +168,7 @@ class MachineMeter:
         self._cpu: float | None = None
 
     def read(self) -> Machine:
-        """Return memory, and the CPU's load since the last reading.
-
-        The first reading has no load.
-        """
+        """Return memory, and the CPU load since the last reading, which the first reading lacks."""
         used = total = None
         # Without /proc the load is unknown.
         with contextlib.suppress(OSError, RuntimeError):
@@ -186,7 +183,7 @@ class MachineMeter:
         return Machine(self._node, self._cpu, self._cores, used, total)
 
 
-FIRST_SAMPLE = 0.05  # Seconds for which a process without a heartbeat is watched at first
+FIRST_SAMPLE = 0.05  # Seconds between the first two samples of a process without a heartbeat
 _SAMPLE_INTERVAL = 2.0  # Seconds after which its CPU time is sampled again
 
 STOPPED = "its process is stopped (SIGSTOP)"
@@ -215,7 +212,7 @@ class ProcessStates:
         if status == psutil.STATUS_ZOMBIE:
             return "dead", "its process has ended"
         if status == psutil.STATUS_RUNNING and self.lacks_core(pid):
-            # The process works as much as it can, and so does its heartbeat thread.
+            # The process and its heartbeat thread run as much as they can.
             return "running", "gets little CPU"
         return "stale", _STATE_TEXTS.get(status, "")
 
@@ -274,7 +271,7 @@ class Progress:
         self._per_epoch: float | None = None
 
     def restarted(self) -> None:
-        """Start a new attempt at step 0."""
+        """Start a new attempt, whose steps count from 0."""
         self._seen.clear()
 
     def add_pass(self, record: PassRecord | None, step: StepRecord | None) -> None:
@@ -332,7 +329,7 @@ class Progress:
         if per_epoch is None or step is None:
             return None
         before = 0 if epoch is None else epoch - int(step / per_epoch)
-        # A job that is one epoch ahead counts from 1. More means a resumed job.
+        # A job that is one epoch ahead counts epochs from 1. More means a resumed job.
         done = before if before > 1 else 0
         steps = round(per_epoch * (epochs - done))
         return steps if steps >= step else None
@@ -356,8 +353,8 @@ class LiveRank:
         self.path: Path = pages.path(rank, "jsonl")
         self._opened: OpenRecord | None = None
         self.group: tuple[int, ...] = ()
-        """The ranks on GPUs that it reduces gradients with. Empty without any, or if unknown."""
-        self._searched = 0  # Bytes of the journal that were searched for this
+        """The ranks on GPUs with which it reduces gradients. Empty if there are none or unknown."""
+        self._searched = 0  # Bytes of the journal that were searched for the group
         before = StepLog(self.path).newest(run_files.WINDOW)
         self.recent = RecentSteps(after_warm_up([parts_of(step) for step in before]))
         """The newest steps, including those before the monitor started."""
@@ -422,7 +419,7 @@ class LiveSource:
         self._ranks: dict[int, LiveRank] = {}
         self._odd_turn = False
         self._broken: list[tuple[str, Exception]] = []
-        """The parts of this frame that failed because of our errors."""
+        """The parts of this frame that failed because of errors in ddpdoctor."""
         self.live = True  # Whether the run was live at the last reading
 
     def _read_manifest(self, live: bool) -> None:
@@ -479,7 +476,7 @@ class LiveSource:
             self._progress.restarted()
 
     def _part(self, name: str, read: Callable[[], T]) -> T | None:
-        """Read a part of the frame. None after an error of ours, which a note reports."""
+        """Read a part of the frame. None after an error in ddpdoctor, which a note reports."""
         try:
             return read()
         except (OSError, DoctorError):
@@ -490,7 +487,7 @@ class LiveSource:
 
     @property
     def groups(self) -> dict[int, tuple[int, ...]]:
-        """For each rank, the ranks on GPUs that it reduces gradients with."""
+        """The ranks on GPUs with which each rank reduces gradients."""
         return {rank: known.group for rank, known in self._ranks.items() if known.group}
 
     def _skipped(self, want: Visible) -> frozenset[int]:
@@ -581,8 +578,8 @@ class LiveSource:
         words = run_files.how_it_ended(ending, known.error)
         if known.error is not None:
             return "dead", words
-        # A failure after the end of the script does not concern training. A rank ended by a sent
-        # signal has not failed.
+        # A failure after the end of the script does not concern training. A rank that a sent signal
+        # ended has not failed.
         fine = (over and (code or 0) <= 0) or (self._events.asked and (code or 0) < 0)
         return "ended" if fine else "dead", words
 
@@ -702,7 +699,7 @@ class LiveSource:
             and supervisor > 0
             and self._processes.state(supervisor)[1] == STOPPED
         ):
-            notes.append(f"ddpdoctor is stopped, no findings are made: kill -CONT {supervisor}")
+            notes.append(f"ddpdoctor is stopped and reports nothing: kill -CONT {supervisor}")
         unreadable = self._pages.unreadable
         if unreadable and not self._gone:
             rank, why = next(iter(unreadable.items()))

@@ -21,9 +21,9 @@ from ddpdoctor.top.snapshot import FindingRow, Snapshot, Times
 from ddpdoctor.top.view import View
 
 MAX_MEMORY = 4 * opening.MOST_EXPANDED
-"""Bytes of memory that a snapshot may take. One of a thousand ranks takes half of that."""
+"""Maximum bytes of memory for a snapshot. A snapshot of a thousand ranks takes half of that."""
 
-FORMAT = 1  # Version of the JSON. It is raised when a field changes its meaning.
+FORMAT = 1  # Version of the JSON, raised when a field changes its meaning
 Keep = Callable[[Snapshot], None]  # Called with each snapshot, to record or export it
 
 
@@ -35,7 +35,7 @@ def picture(source: Source, view: View, out: TextIO, keep: Keep | None = None) -
     Raises:
         DoctorError: There is nothing to show.
     """
-    # Imported here, since JSON does not need it.
+    # Imported here, because JSON does not need it.
     from ddpdoctor.render import terminal
     from ddpdoctor.top.draw import screen
     from ddpdoctor.top.draw.drawing import ScreenData
@@ -47,7 +47,7 @@ def picture(source: Source, view: View, out: TextIO, keep: Keep | None = None) -
     visible = screen.draw_screen(first, view, room, height).visible
     replay = source.replay
     if replay is not None:
-        # People want the end of a recording.
+        # Users want the end of a recording.
         replay.seek(replay.length - 1)
         view = replace(view, position=(replay.position, replay.length))
     snapshot = source.read(Visible(visible) if keep is None else WANT_ALL)
@@ -82,7 +82,7 @@ def _plain(value: Any) -> Any:
         record = {"time": value.time, "attempt": value.attempt, **to_record(value.finding)}
         return {key: each for key, each in record.items() if each is not None}
     if isinstance(value, Times):
-        # Own time is the main value, so readers need not compute it.
+        # Own time is the main value, so spare readers computing it.
         return {**vars(value), "own": value.own}
     return {
         key: _plain(each) for key, each in vars(value).items() if each is not None and each != ""
@@ -165,6 +165,6 @@ def watch(
         elif snapshot.kind == "run" and not snapshot.live:
             return
         else:
-            # After a late frame the next ones do not follow in a burst.
+            # Avoid a burst of frames after a late one.
             due = max(due + source.interval, time.monotonic())
             sleep(max(0.0, due - time.monotonic()))

@@ -41,7 +41,7 @@ def address(text: str) -> tuple[str, int]:
     """Parse ``PORT`` on loopback, or ``HOST:PORT`` with an IPv6 address in brackets.
 
     Raises:
-        DoctorError: It is neither.
+        DoctorError: The text has neither form.
     """
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -131,7 +131,7 @@ class _Server(ThreadingWSGIServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing when a client has gone."""
+        """Print nothing if a client has disconnected."""
 
 
 class _Handler(WSGIRequestHandler):

@@ -24,7 +24,7 @@ from ddpdoctor.top import headline, output
 from ddpdoctor.top.frames import WANT_ALL, Replay, Visible
 from ddpdoctor.top.snapshot import PHASES, Snapshot, Verdict
 
-# -- recordings: a gzip file with one snapshot a line, as `top --json` prints it
+# -- recordings: gzip files with one snapshot per line, as `top --json` prints it
 
 RECORDING_FORMAT = 2
 """Version of a recording, stored in each line. Recordings without one are older."""
@@ -43,7 +43,7 @@ class Recording:
     """Writes snapshots to a file, which must not exist.
 
     Raises:
-        DoctorError: It cannot be written.
+        DoctorError: The file cannot be written.
     """
 
     def __init__(self, path: str) -> None:
@@ -116,7 +116,7 @@ class RecordingSource(Replay):
         """The end of each line, in bytes of the expanded file, after a 0."""
         self._lines: dict[int, bytes] = {}
         try:
-            # A killed monitor leaves an end that cannot be expanded.
+            # A killed monitor leaves a truncated end.
             with contextlib.suppress(EOFError):
                 self._index()
             self.length = len(self._ends) - 1
@@ -145,7 +145,7 @@ class RecordingSource(Replay):
     def _frame(self, position: int) -> Snapshot:
         """Read a frame. Raises ValueError if it is damaged, or of another version."""
         if position not in self._lines:
-            # A gzip file is read from its start to go back, so earlier lines are kept, too.
+            # Going back in a gzip file means reading from its start, so keep earlier lines, too.
             first = max(0, position - _LINES_KEPT) if position + 1 in self._lines else position
             self._lines = {each: self._line(each) for each in range(first, position + 1)}
         record = output.loads(self._lines[position])
@@ -166,7 +166,7 @@ class RecordingSource(Replay):
             raise ValueError(str(error)) from None
 
     def read(self, want: Visible) -> Snapshot:
-        """Read the frame at the position. A damaged frame says so."""
+        """Read the frame at the position. For a damaged frame, return one that reports it."""
         try:
             return self._frame(self._position)
         except ValueError as error:
@@ -191,7 +191,7 @@ class RecordingSource(Replay):
         self._raw.close()
 
 
-# -- a made-up job of two nodes with a straggler, for people without a job
+# -- a made-up job of two nodes with a straggler, for users without a job
 
 STEP_TIME = 0.222  # Seconds that a step of the job takes
 AGE_AT_START = 600.0  # Seconds for which the job has run when the monitor starts
@@ -235,13 +235,13 @@ class DemoSource:
 
 @lru_cache(maxsize=1)
 def _template() -> Snapshot:
-    """Read the constant parts of the job's frames, and the means of the others."""
+    """Read the constant parts of the job's frames, and the means of the varying ones."""
     path = Path(__file__).parent / "demo.json"
     return output.of_record(output.loads(opening.contents(path, 1 << 20, links=True)))
 
 
 def at(age: float, now: float) -> Snapshot:
-    """Make the frame of the job at an age in seconds, which is Unix time ``now``."""
+    """Make the frame of the job at an age in seconds, reached at Unix time ``now``."""
     made = _template()
     number, within = max(0, int(age / STEP_TIME) - 1), round(age % STEP_TIME, 3)
     phase, _, site = next(each for each in _PHASES if within <= each[1])

@@ -1,7 +1,7 @@
 """Read the files of a running job as they grow, and the times of its steps.
 
 A journal may be long: steps are found at its ends or by number, without an index. Files are read
-by position, never mapped, since others write, rotate and truncate them. A file that cannot be
+by position, never mapped, because others write, rotate and truncate them. A file that cannot be
 read counts as empty.
 """
 
@@ -96,7 +96,7 @@ class Stderr:
         )
         last: deque[str] = deque(maxlen=MAX_STDERR_LINES)
         for raw in data.decode("utf-8", "replace").split("\n"):
-            # A progress bar is shown in its last state.
+            # Show the last state of a progress bar.
             line = without_control_characters(raw.rstrip("\r").rpartition("\r")[2]).rstrip()
             if _BANNER.fullmatch(line):
                 continue
@@ -127,7 +127,7 @@ MAX_RANKS = 4096  # Maximum number of ranks whose pages are read
 class StatusPages:
     """The status pages of a run directory.
 
-    They are read, not mapped: a file that is truncated under a map is a SIGBUS.
+    They are read, not mapped: truncating a mapped file causes a SIGBUS.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -322,7 +322,7 @@ class SupervisorEvents:
         return tuple(rank for rank, each in self.debug.items() if each.state == "waits")
 
     def hung(self, attempt: int) -> bool:
-        """Return whether the last examination found that no rank of this attempt makes progress."""
+        """Return whether by the last examination no rank of this attempt makes progress."""
         return self._hung == attempt
 
     def port(self, rank: int) -> int | None:
@@ -346,7 +346,7 @@ def how_it_ended(ending: RankExitRecord | None, error: ErrorRecord | None) -> st
 
 
 def command_line(manifest: Mapping[str, object]) -> str:
-    """Return the job's command as a person would type it."""
+    """Return the job's command as a user would type it."""
     return without_control_characters(shlex.join(command_words(manifest)))
 
 
@@ -443,7 +443,7 @@ WINDOW = 16  # Number of steps for the means of a rank
 
 
 def mean_times(steps: Sequence[Parts], apart: bool = True) -> Times | None:
-    """Average steps, by means, since medians hide what happens in every second step.
+    """Average steps by means, because medians hide events in every second step.
 
     If some of them were split, only those are used. With ``apart``, the wait is separate from the
     backward if DDP timed it. Otherwise it is part of the backward, as :func:`with_waits` needs it.
@@ -515,7 +515,7 @@ def median_times(times: Sequence[Times]) -> Times | None:
 
 
 def own_for_certain(times: Times) -> float:
-    """Return a rank's own time per step, without a backward that may contain waits for others."""
+    """Return a rank's own time per step. Exclude a backward that may contain waits for others."""
     return times.own if times.split else times.own - times.backward
 
 
@@ -566,7 +566,7 @@ class RecentSteps:
         return len(self._steps)
 
     def times(self, apart: bool) -> Times | None:
-        """Return their means, as :func:`mean_times`."""
+        """Return the means of the steps, as :func:`mean_times` does."""
         if self._times is None and self._steps:
             self._times = mean_times(self._steps, apart)
         return self._times

@@ -54,8 +54,7 @@ class Times(Part):
     wait: float
     total: float
     split: bool
-    """Whether the backward is only compute. If not, it includes the wait, and is marked by ``~``.
-    """
+    """Whether the backward is only compute. If not, it includes the wait and is marked ``~``."""
     lacked: float = 0.0
     """The part of ``own`` in which it was ready to run but had no CPU core. 0 if unknown."""
 
@@ -77,7 +76,7 @@ class RankRow(Part):
     pid: int | None = None
     state: str = "running"
     """``starting``, ``running``, ``stale``, ``debugger``, ``ended`` or ``dead``."""
-    held: bool = False  # It does not run because of the debugger
+    held: bool = False  # Whether it does not run because of the debugger
     said: str = ""  # The state in words: why the rank died, or what holds it
     phase: str = ""
     since: float | None = None  # Seconds in the phase
@@ -92,7 +91,7 @@ class RankRow(Part):
     allocated: int | None = None
     reserved: int | None = None
     peak: int | None = None  # Bytes of torch's CUDA allocator
-    cost: float | None = None  # The share of its time that ddpdoctor takes
+    cost: float | None = None  # Share of its time spent in ddpdoctor
     gpu: Gpu | None = None
     debug_port: int | None = None
     output: tuple[str, ...] = ()  # The last lines of its stderr that carry its prefix
@@ -132,7 +131,7 @@ class FindingRow:
 
     finding: Finding
     time: float | None = None  # Unix seconds
-    attempt: int = 0  # The attempt of the job that it is about
+    attempt: int = 0  # The attempt of the job to which it applies
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ class Snapshot(Part):
     debug_port: int | None = None  # The port of a debug session with all ranks
     job: Job = Job()
     ranks: tuple[RankRow, ...] = ()
-    """The blamed one first, then by own time, descending. Ranks that do not run come last."""
+    """The blamed rank first, then by own time, descending. Ranks that do not run come last."""
     median: Times | None = None
     skew: float | None = None  # The largest own time, as a ratio to the median one
     gpus: tuple[Gpu, ...] = ()

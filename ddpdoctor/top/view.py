@@ -125,7 +125,7 @@ def matches_filter(row: RankRow, text: str) -> bool:
 
 
 def chosen_rank(snapshot: Snapshot, view: View) -> RankRow | None:
-    """Return the rank that keys apply to: the selected one, else the blamed, else the first."""
+    """Return the rank that keys apply to: the selected, or else the blamed, or else the first."""
     by_rank = {row.rank: row for row in snapshot.ranks}
     for rank in (view.cursor, snapshot.verdict.rank):
         if rank is not None and rank in by_rank:
@@ -134,9 +134,9 @@ def chosen_rank(snapshot: Snapshot, view: View) -> RankRow | None:
 
 
 class Key(NamedTuple):
-    """A key, its effect in a word and in a line, and its priority on a narrow screen."""
+    """A key, its effect in a word and in a sentence, and its priority on a narrow screen."""
 
-    keys: tuple[str, ...]  # As textual names them
+    keys: tuple[str, ...]  # Textual's names for them
     shown: str
     short: str
     text: str

@@ -1,1 +1,1 @@
-"""Send a run's numbers and findings to experiment trackers. One module for each of them."""
+"""Send a run's numbers and findings to experiment trackers. Each has a module."""

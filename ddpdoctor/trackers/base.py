@@ -1,4 +1,4 @@
-"""What all trackers have in common: their targets, and the numbers they get."""
+"""The common part of all trackers: their targets, and the numbers they get."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from ddpdoctor.core.finding import Finding
 from ddpdoctor.core.formatting import shown, without_formatting
 from ddpdoctor.top.snapshot import PHASES, Snapshot
 
-MAX_RANKS = 32  # Ranks with numbers of their own: the first ones
-MAX_TEXT = 8000  # Characters of a finding
-MAX_NAME = 100  # Characters of a file name
+MAX_RANKS = 32  # Maximum number of ranks with separate numbers: the first ones
+MAX_TEXT = 8000  # Maximum characters of a finding
+MAX_NAME = 100  # Maximum characters of a file name
 
 
 class Tracker(Protocol):
     """A tracker's client. Any of its methods may block or raise."""
 
     place: str
-    """Where the run is found there, in words."""
+    """Where to find the run there, in words."""
 
     has_past: bool
-    """Whether numbers of an earlier time can be sent."""
+    """Whether past numbers can be sent."""
 
     def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
-        """Send numbers of a step. ``time`` is Unix seconds."""
+        """Send the numbers of a step. ``time`` is in Unix seconds."""
 
     def finding(self, finding: Finding, step: int, time: float) -> None:
         """Send a finding."""
 
     def close(self, how: str, succeeded: bool) -> None:
-        """Send what is left, and how the run ended."""
+        """Send buffered data, and how the run ended."""
 
 
 def open_tracker(target: str, run: Snapshot) -> Tracker:
     """Connect to a tracker.
 
     Args:
-        target: Its name, and after a colon the directory, project or URL.
+        target: The tracker's name, optionally with a colon and a directory, project or URL.
         run: The run as it is now.
 
     Raises:
@@ -85,7 +85,7 @@ def _largest(values: Iterable[int | None]) -> int | None:
 
 
 def file_name(text: str) -> str:
-    """Return a name of a run or of a code without what leads to another directory."""
+    """Return the name of a run or code without characters that lead to another directory."""
     return re.sub(r"[^\w.-]", "_", text, flags=re.ASCII)[:MAX_NAME]
 
 

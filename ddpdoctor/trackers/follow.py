@@ -22,11 +22,11 @@ from ddpdoctor.trackers.base import Tracker, numbers_of, open_tracker
 
 INTERVAL = 5.0  # Seconds between two frames of a live run
 CLOSE_TIMEOUT = 20.0
-"""Seconds to send the end of a run. A supervisor that still lives ends this process earlier."""
+"""Seconds to send the end of a run. A supervisor that is still alive ends this process earlier."""
 
 
 class Sender:
-    """Sends frames to one tracker. After an error it is closed, and the others go on.
+    """Sends frames to one tracker. After an error it stops, and the others go on.
 
     Args:
         target: As for :func:`open_tracker`.
@@ -46,7 +46,7 @@ class Sender:
 
         Args:
             frame: A frame of the run.
-            past: It shows an earlier time. Trackers without a past leave it out.
+            past: Whether it shows an earlier time. Trackers without `has_past` skip it.
         """
         self._guarded(partial(self._send, past=past), frame)
 
@@ -103,7 +103,7 @@ def send_finished(path: Path, targets: Sequence[str], say: Callable[[str], None]
 
 
 def follow(path: Path, targets: Sequence[str], say: Callable[[str], None]) -> None:
-    """Send a live run until standard input is closed, which its supervisor does at the end.
+    """Send a live run until its supervisor closes standard input at the end.
 
     Each tracker has a thread, so that none waits for another.
     """
@@ -113,7 +113,7 @@ def follow(path: Path, targets: Sequence[str], say: Callable[[str], None]) -> No
         while not select.select([0], [], [], INTERVAL)[0]:
             frame = source.read(WANT_ALL)
             for sender in senders:
-                # One that is still busy gets the next frame.
+                # A tracker that is still busy gets the next frame.
                 if (thread := threads.get(sender)) is None or not thread.is_alive():
                     threads[sender] = _start(sender.send, frame)
         last = source.read(WANT_ALL)
@@ -137,7 +137,7 @@ def _start(part: Callable[[Snapshot], None], frame: Snapshot) -> threading.Threa
 
 def main(words: Sequence[str]) -> None:
     """Follow a run: its directory and the targets. Lines for the user go to standard output."""
-    # Slurm may signal all processes of a job. The end of the run is yet to be sent.
+    # Slurm may signal all processes of a job. The end of the run still has to be sent.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     # Whatever clients print goes to standard error, which is a file in the run directory.

@@ -17,7 +17,7 @@ _MAX_TAG = 5000  # Characters of a tag's value
 
 
 class Client:
-    """Logs to a run. ``MLFLOW_TRACKING_URI`` and the others apply.
+    """Logs to a run. MLflow's variables apply, such as ``MLFLOW_TRACKING_URI``.
 
     Args:
         place: The tracking server's URL or a directory [default: as MLflow chooses].
@@ -50,7 +50,7 @@ class Client:
         try:
             self._client.log_text(self._run, text, f"ddpdoctor/{name}.txt")
         except (MlflowException, OSError):
-            # The store of artifacts may be closed to this machine. The tag is there.
+            # This machine may have no access to the artifact store. The tag is set.
             return
 
     def close(self, how: str, succeeded: bool) -> None:

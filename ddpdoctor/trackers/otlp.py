@@ -20,7 +20,7 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.top.snapshot import Snapshot
 from ddpdoctor.trackers.base import text_of
 
-_TIMEOUT = 5.0  # Seconds of a request
+_TIMEOUT = 5.0  # Seconds for a request
 _LEVELS = {
     Severity.INFO: SeverityNumber.INFO,
     Severity.WARNING: SeverityNumber.WARN,
@@ -30,7 +30,7 @@ _RANK = re.compile(r"ddpdoctor/rank(\d+)/")
 
 
 class Client:
-    """Sends metrics and logs. ``OTEL_EXPORTER_OTLP_ENDPOINT``, headers and the others apply.
+    """Sends metrics and logs. ``OTEL_EXPORTER_OTLP_*`` variables apply.
 
     Args:
         place: The collector's base URL [default: as OpenTelemetry chooses, http://localhost:4318].
@@ -40,7 +40,7 @@ class Client:
     has_past = False
 
     def __init__(self, place: str, run: Snapshot) -> None:
-        # Failures are reported by this client's own errors.
+        # This client reports failures by exceptions.
         logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)
         base = place.rstrip("/")
         resource = Resource.create({"service.name": "ddpdoctor", "ddpdoctor.run": run.run})
@@ -48,13 +48,13 @@ class Client:
         export, self._failed = exporter.export, False
 
         def checked(*args: Any, **options: Any) -> Any:
-            # The client only logs a failure.
+            # OpenTelemetry only logs a failure.
             result = export(*args, **options)
             self._failed = result is not MetricExportResult.SUCCESS
             return result
 
         exporter.export = checked
-        # The client exports whenever numbers come, so the period only has to be long.
+        # This client exports each time it gets numbers, so the period only has to be long.
         reader = PeriodicExportingMetricReader(exporter, 3_600_000, _TIMEOUT * 1000)
         self._metrics = MeterProvider([reader], resource, shutdown_on_exit=False)
         self._meter = self._metrics.get_meter("ddpdoctor")
@@ -66,7 +66,7 @@ class Client:
         self.place = base or "OpenTelemetry's collector"
 
     def numbers(self, values: Mapping[str, float], step: int, time: float) -> None:
-        """Export gauges. Those of a rank have the attribute ``rank``."""
+        """Export gauges. A rank's gauges have the attribute ``rank``."""
         for name, value in {**values, "ddpdoctor/step": float(step)}.items():
             rank = _RANK.match(name)
             plain = "ddpdoctor.rank." + name[rank.end() :] if rank else name.replace("/", ".")

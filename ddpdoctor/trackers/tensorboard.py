@@ -27,7 +27,7 @@ class Client:
     def __init__(self, place: str, run: Snapshot) -> None:
         folder = Path(place or "runs").absolute() / f"ddpdoctor-{file_name(run.run)}"
         self.place = f"tensorboard --logdir {folder.parent}"
-        # Torch's default queue is written after two minutes.
+        # torch flushes only every two minutes by default.
         self._writer = SummaryWriter(os.fspath(folder), flush_secs=10)
         self._writer.add_text("ddpdoctor/command", run.command, 0, run.started)
 

@@ -16,7 +16,7 @@ _LEVELS = {Severity.INFO: "INFO", Severity.WARNING: "WARN", Severity.ERROR: "ERR
 
 
 class Client:
-    """Logs to a run. ``WANDB_MODE``, ``WANDB_API_KEY`` and the others apply.
+    """Logs to a run. W&B's variables apply, such as ``WANDB_MODE`` and ``WANDB_API_KEY``.
 
     Args:
         place: The project [default: ``WANDB_PROJECT``, or ddpdoctor].
@@ -35,7 +35,7 @@ class Client:
             name=f"ddpdoctor {run.run}",
             job_type="ddpdoctor",
             config={"command": run.command, "world_size": run.world_size},
-            # The job may have set this for its own run.
+            # The job may have set WANDB_RUN_ID for its own run.
             id=secrets.token_hex(4),
             settings=settings,
         )

@@ -1,7 +1,7 @@
-"""Find collectives that differ between ranks, and the ranks that are out of line.
+"""Find collectives that differ between ranks, and the ranks to blame.
 
-Two ranks have no majority. Then the source (a condition on the rank that only some have passed) and
-the order of earlier calls show which rank is to blame.
+With two ranks there is no majority. Then the source (a condition on the rank that only some have
+passed) and the order of earlier calls show which rank is to blame.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _COUNTED = re.compile(r"(?:.*_)?(step|epoch|iter|count|batch|every|interval|freq
 """Names of counters that are equal on all ranks."""
 
 _WORLD_SIZE = re.compile(r"(\w*_)?(world_size|n_?gpus?|nprocs|num_(gpus|processes|replicas))")
-"""Names of values that are equal on all ranks of a job."""
+"""Names of the world size and similar values, which are equal on all ranks of a job."""
 
 _OPTIONS = re.compile(r"args|cfg|config|conf|opts?|options|hparams|flags|FLAGS|settings")
 """Names of objects that hold a job's options."""
 
-_MIN_REPEATS = 2  # How often one call must follow another to count as a regular sequence
+_MIN_REPEATS = 2  # Number of times that one call must follow another to form a regular sequence
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Blame:
-    """Ranks that are out of line.
+    """The ranks to blame.
 
     Attributes:
         kind: The evidence. ``guard``: only they passed a condition on the rank. ``passed``: they
             skipped a call. ``alone``: only they made a call. ``most``: most ranks made a different
             call. ``decided``: a condition on values led to their call. ``ended``: their loop ended
             first. ``none``: all ranks may be to blame.
-        location: The line to look at.
+        location: The line to report.
         guard: The condition on the rank.
         decider: The statement that skipped the call, or the condition of the one made alone.
     """
@@ -69,7 +69,7 @@ class Blame:
 def blame(
     groups: Sequence[Group], calls: Mapping[int, Call], before: Mapping[int, Sequence[Call]]
 ) -> Blame:
-    """Find the ranks that are out of line, by the groups with one call, largest first.
+    """Find the ranks to blame. ``groups`` holds the ranks by call, the largest group first.
 
     ``before`` holds the earlier matching calls of the process group, oldest first.
     """
@@ -152,14 +152,14 @@ def _by_guard(
             others = [call.chain for rank, call in calls.items() if rank not in group.ranks]
             found.append(alone_by_guard({rank: calls[rank] for rank in group.ranks}, others))
     known = [each for each in found if each is not None]
-    # If each group is under a condition, none is to blame.
+    # If each group's call is under a condition, none is to blame.
     return known[0] if len(known) == 1 else None
 
 
 def _by_course(
     usual: Group, odd: Group, order: Sequence[Sequence[Location]], most: bool
 ) -> Iterator[Blame]:
-    """Blame a group that skipped a call of the other one, or that made an additional call."""
+    """Blame a group that skipped a call of the other group, or that made an extra one."""
     wanted, made = usual.call.chain, odd.call.chain
     if not order or not wanted or not made or wanted == made:
         return
@@ -177,7 +177,7 @@ def _by_course(
 
 
 def _by_value(one: Group, other: Group, most: bool) -> Blame | None:
-    """Find the condition on the ranks' values that led to the call of only one group."""
+    """Find the condition on the ranks' values that led to only one group's call."""
     deciders = {
         made: found
         for made, there in ((one, other), (other, one))
@@ -194,13 +194,13 @@ def _by_value(one: Group, other: Group, most: bool) -> Blame | None:
 
 
 def _by_loop(made: Group, other: Group) -> Blame | None:
-    """Blame a group whose ``for`` loop ended first, so that it reached a call behind the loop."""
+    """Blame a group whose ``for`` loop ended first, so that it reached a call after the loop."""
     at, there = _parting_of(made.call.lines, other.call.lines)
     source = source_of(at.path) if at is not None else None
     if at is None or there is None or source is None:
         return None
     ended = [each for each in source.around(there.line) if not holds(each, at.line)]
-    # With a loop around both, the other ranks may be in its next iteration.
+    # If both are in an outer loop, the other ranks may be in its next iteration.
     if not ended or not isinstance(ended[-1], ast.For) or at.line < ended[-1].lineno:
         return None
     loop = ended[-1]
@@ -212,7 +212,7 @@ def _by_loop(made: Group, other: Group) -> Blame | None:
 def decided_by(call: Call, lines: Sequence[Location]) -> Location | None:
     """Return the outermost varying condition that led to a call and not to another rank's lines.
 
-    It is in the function in which they diverge, or in one that only the call is in.
+    It is in the function in which they diverge, or in one that only the call went through.
     """
     chain = call.lines
     at, there = _parting_of(chain, lines)
@@ -236,7 +236,7 @@ def decided_by(call: Call, lines: Sequence[Location]) -> Location | None:
 def _parting_of(
     chain: Sequence[Location], lines: Sequence[Location]
 ) -> tuple[Location | None, Location | None]:
-    """Return the lines of the outermost function that two calls are in at different lines."""
+    """Return the lines at which two calls left the outermost function that they share."""
     for at in reversed(chain):
         source = source_of(at.path)
         if source is None or at in lines:
@@ -308,7 +308,7 @@ def _decider(
 
 
 def way_past(at: Location, after: int) -> Location | None:
-    """Return the one statement after a line by which one rank may have skipped another line."""
+    """Return the only statement after a line by which a rank may have skipped a later one."""
     source = source_of(at.path)
     if source is None:
         return None
@@ -361,7 +361,7 @@ class Mismatch:
 
     @property
     def guilty(self) -> tuple[Group, ...]:
-        """The groups to blame. All groups if none is more to blame than the others."""
+        """The groups to blame. All groups if no single one is to blame."""
         ranks = self.blame.ranks
         return tuple(each for each in self.groups if each.ranks[0] in ranks)
 
@@ -372,7 +372,7 @@ class Mismatch:
 
     @property
     def differences(self) -> list[str]:
-        """The differing properties, in words."""
+        """The properties that differ, in words."""
         by_name: dict[str, list[Call]] = defaultdict(list)
         for group in self.groups:
             by_name[group.call.name].append(group.call)
@@ -383,7 +383,7 @@ class Mismatch:
         return found
 
     def what(self, group: Group) -> str:
-        """Return a group's call with the differing property: ``all_reduce of 64 floats``."""
+        """Return a group's call with the properties that differ: ``all_reduce of 64 floats``."""
         return f"{group.call.name} {self.facts(group)}".rstrip()
 
     def facts(self, group: Group) -> str:
@@ -415,7 +415,7 @@ class Mismatch:
         return tuple(found)
 
     def _through(self, group: Group) -> str:
-        """Return the caller if the groups differ in it."""
+        """Return the caller if it differs between the groups."""
         others = {each.call.callers for each in self.groups if each is not group}
         for number, at in enumerate(group.call.callers):
             if any(each[: number + 1] != group.call.callers[: number + 1] for each in others):
@@ -434,7 +434,7 @@ _FACTS: dict[str, Callable[[Call], object]] = {
 def mismatch_of_calls(
     calls: Mapping[int, Call], before: Mapping[int, Sequence[Call]] | None = None
 ) -> Mismatch | None:
-    """Compare the ranks' calls with one number, given earlier ones. None if they are the same."""
+    """Compare the ranks' calls of one number, given earlier ones. None if they are the same."""
     kinds: dict[object, list[int]] = defaultdict(list)
     for rank, call in sorted(calls.items()):
         signature = call.name, *(fact(call) for fact in _FACTS.values())
@@ -451,7 +451,7 @@ def mismatch_of_calls(
 def skipped_call(
     calls: Mapping[int, Call], waiting: list[int], ahead: list[int]
 ) -> Mismatch | None:
-    """Return a call that waiting ranks are in and that ranks ahead of them may have skipped."""
+    """Return a call in which ranks wait, and which ranks ahead of them may have skipped."""
     found = skipped_by_guard(
         {rank: calls[rank] for rank in waiting}, {rank: calls[rank].chain for rank in ahead}
     )
@@ -459,10 +459,10 @@ def skipped_call(
 
 
 def mispaired_before(before: Mapping[int, Sequence[Call]]) -> Mismatch | None:
-    """Return an earlier call under a condition on the rank that met a similar call elsewhere.
+    """Return an earlier call under a condition on the rank that paired with another line's call.
 
-    Two calls of one kind at different lines may be intended. They are the cause only if the ranks
-    differ later.
+    Two calls of the same kind at different lines may be intended. They are the cause only if the
+    ranks differ later.
     """
     numbered: dict[int, dict[int, Call]] = defaultdict(dict)
     for rank, earlier in before.items():
@@ -494,7 +494,7 @@ def _groups(kinds: Iterable[list[int]], calls: Mapping[int, Call]) -> tuple[Grou
 
 
 def rings(run: Run) -> dict[int, tuple[Collective, ...]]:
-    """Return the newest Python collectives of each rank of the last attempt that recorded all."""
+    """Return the newest Python collectives of the last attempt's ranks that recorded all."""
     return {
         rank.rank: rank.ring.collectives
         for rank in run.last
@@ -507,7 +507,7 @@ def rings(run: Run) -> dict[int, tuple[Collective, ...]]:
 def ring_mismatch(run: Run) -> Mismatch | None:
     """Return the earliest collective that differs between ranks, by their rings.
 
-    None while the call of a rank of another node may still come. It shows which ranks differ.
+    None while another node may still send a rank's call, which shows the ranks that differ.
     """
     nccl = any("nccl" in rank.opened.backend for rank in run.last)
     called = rings(run)
@@ -524,14 +524,14 @@ def ring_mismatch(run: Run) -> Mismatch | None:
 
 
 def is_up_to_date(run: Run, rank: Rank) -> bool:
-    """Return whether a rank's ring has all calls so far. Those of other nodes come later."""
+    """Return whether a rank's ring has all calls so far. Other nodes send theirs later."""
     ended = rank.exit is not None or rank.records.first(ErrorRecord) is not None
     return not rank.elsewhere or ended or run.exit_status is not None or run.hang is not None
 
 
 def first_mismatch(called: Mapping[int, Sequence[Collective]], gloo: bool) -> Mismatch | None:
     """Return the earliest collective that differs between ranks. gloo needs equal sizes."""
-    # By group and number. Nearly always all ranks agree, so this has to be fast.
+    # By group and number. Almost always all ranks agree, so this has to be fast.
     known: dict[tuple[str, int], tuple[object, ...]] = {}
     differ: dict[tuple[str, int], int] = {}
     for collectives in called.values():
@@ -561,5 +561,5 @@ def first_mismatch(called: Mapping[int, Sequence[Collective]], gloo: bool) -> Mi
 
 
 def as_nccl_compares(call: Call) -> Call:
-    """Return the call as NCCL compares it. It also gathers tensors of unequal size."""
+    """Return the call as NCCL compares it, which also gathers tensors of unequal size."""
     return replace(call, numel=-1) if call.name in _UNEVEN else call

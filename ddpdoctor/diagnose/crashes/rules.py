@@ -1,4 +1,4 @@
-"""Rules for crashes (DDP9xx): the first cause of a failed job, not its victims.
+"""Rules for crashes (DDP9xx): the first cause of a failed job, not its consequences.
 
 One function yields the findings of all these rules and of the table of known failures
 (`ddpdoctor.failures`), so that each end of an attempt is classified once.
@@ -150,7 +150,7 @@ def _signal(attempt: Attempt, cause: Ending) -> Finding:
 
 
 def _fault_location(stack: str) -> Location | None:
-    """Return the innermost user line of the thread that crashed."""
+    """Return the innermost line of the user's code in the thread that crashed."""
     current = stack.partition("Current thread")[2].split("\n\n")[0]
     for path, line in _FAULT_FRAME.findall(current):
         if user_file(path):
@@ -167,7 +167,7 @@ def _exit(attempt: Attempt, cause: Ending) -> Finding:
     elif cause.status == 2 and not cause.initialized:
         fix = "The script refused its options: see its message above."
     elif attempt.run.has_peers:
-        fix = "Raise an exception that says why, or agree on leaving with all ranks."
+        fix = "Raise an exception that says why, or decide to leave on all ranks together."
     return attempt.finding("DDP905", cause, message, fix)
 
 
@@ -194,7 +194,7 @@ def _lost_peers(attempt: Attempt) -> Finding | None:
             "no rank of this node failed by itself",
             *(f"{each.name}: {truncated(each.text)}" for each in victims[1:4]),
         ),
-        fix="Look for the cause on the other ranks or nodes: one that ended, hangs, or never "
+        fix="Look for the cause on the other ranks or nodes: a rank that ended, hangs, or never "
         "called this collective.",
         traceback=first.traceback,
         subjects=frozenset((f"{END}{attempt.restart + 1}", MISPAIRED, ABORT, LOST)),
@@ -211,7 +211,7 @@ def _lost_peers(attempt: Attempt) -> Finding | None:
 def register_table() -> None:
     """Register the codes of the table of known failures as rules.
 
-    A code that another rule has already is detected in both ways.
+    A code that another rule already has is detected in both ways.
     """
     own = dict.fromkeys(failure.code for failure in TABLE)
     for code in own:
@@ -222,7 +222,7 @@ def register_table() -> None:
             name, severity = rows[0].known.name, rows[0].severity
             RULES[code] = Rule(code, name, severity, crashes, page, yields_to=_EXPLAINED_BY)
         elif known.detect is not crashes:
-            # Codes of the table must not wait for each other.
+            # Codes of the table must not yield to each other in a circle.
             yields_to = {c: same for c, same in _EXPLAINED_BY.items() if c not in own or c < code}
             yields_to = {**yields_to, **known.yields_to}
             RULES[code] = replace(known, beside=crashes, yields_to=yields_to)
@@ -237,8 +237,8 @@ class Exception:
         and prints before it exits with an error status, and one in a thread that the main thread
         waits for. If exceptions wrap each other, the innermost one. torchrun's "Root Cause (first
         observed failure)" is the first exit that its agent noticed, often that of a rank that lost
-        its peers. Also an exception that no end of the process shows yet: a `finally` or `__exit__`
-        calls a collective, in which the rank waits for the others.
+        its peers. Also an exception that has not ended its process yet, because a `finally` or
+        `__exit__` calls a collective, in which the rank waits for the others.
 
     Why it is bad
         One rank's exception ends the job on all ranks: they wait for it in a collective until their
@@ -253,8 +253,8 @@ class Exception:
         Right: loaders of equal length on every rank (`DistributedSampler` pads).
 
     When it stays silent
-        If the job was asked to stop (Ctrl-C, SIGTERM), for exceptions that are caught, and for
-        those whose cause another rule names (DDP303, DDP305, DDP323, DDP502, DDP707).
+        If the job was asked to stop (Ctrl-C, SIGTERM), for caught exceptions, and for those whose
+        cause another rule names (DDP303, DDP305, DDP323, DDP502, DDP707).
     """
 
 
@@ -288,7 +288,7 @@ class OutOfMemory:
     """The out-of-memory killer ended a rank.
 
     What it finds
-        A rank that died of SIGKILL while the kernel's log named its pid, or the memory cgroup's
+        A rank that died of SIGKILL, and the kernel's log named its pid, or the memory cgroup's
         counter of such kills increased.
 
     Why it is bad
@@ -303,7 +303,7 @@ class OutOfMemory:
         Right: a `DataLoader` that reads samples when they are needed.
 
     When it stays silent
-        If neither the kernel's log nor the cgroup can be read; then it is DDP902.
+        If neither the kernel's log nor the cgroup can be read: that is DDP902.
     """
 
 
@@ -368,8 +368,8 @@ class AbortAtExit:
         with "terminate called without an active exception".
 
     Why it is bad
-        The training is complete and its results are right, but the exit status reports a failure.
-        gloo's threads race with the end of the process, for instance in torch 2.13.
+        The training is complete and its results are correct, but the exit status reports a failure.
+        gloo's threads race with the end of the process, for example in torch 2.13.
 
     How to fix it
         Delete the DDP module and the optimizer and call `gc.collect()` before
@@ -390,12 +390,12 @@ class AbortAtExit:
 
 @rule("DDP907", "lost-peers", Severity.ERROR, detect=crashes, yields_to=_EXPLAINED_BY)
 class LostPeers:
-    """The job failed, and every failure seen here is the consequence of another one.
+    """The job failed, and every failure seen here is a consequence of another one.
 
     What it finds
-        Ranks that lost their connection or timed out in a collective, in a finished job whose cause
-        is not on any rank seen here: it is on another node, in the network, or a rank that never
-        came.
+        Ranks that lost their connection or timed out in a collective, in a finished job whose
+        failure no rank seen here caused: the cause is on another node, in the network, or a rank
+        that never came.
 
     Why it is bad
         The rank that reports such an error is not the one to fix.

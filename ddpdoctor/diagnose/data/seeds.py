@@ -39,7 +39,7 @@ _DRAWS = re.compile(
     r"|random_sample|sample|rollout|simulate\w*|generate\w*|synthe\w*|make_batch|draw\w*)$"
 )
 MAX_DEPTH = 3
-"""Maximum depth of calls that are searched for draws."""
+"""Maximum depth of calls to search for draws."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,11 @@ class Seed:
     library: str
     """``torch``, ``numpy``, ``python``, or empty if the call's name does not show it."""
     own: bool
-    """It seeds a new generator instead of the process's global one."""
+    """Whether it seeds a new generator instead of the process's global one."""
     function: str
-    """The function that holds it. Empty at the top of a file."""
+    """The function around the call. Empty at module level."""
     passed: bool
-    """The value is an argument of the function."""
+    """Whether the value is an argument of the function."""
     text: str
 
 
@@ -115,7 +115,7 @@ def _calls(scope: ast.AST, tree: ast.Module, words: Words) -> Iterator[ast.Call]
         values = values_of(call)
         if not values or _may_differ(values[0], tree, words, MAX_DEPTH):
             continue
-        # The callers' arguments decide.
+        # For a parameter, the callers' arguments decide.
         passed = [
             each
             for node in (ast.walk(tree) if names_in(values[0]) & given else ())
@@ -127,7 +127,7 @@ def _calls(scope: ast.AST, tree: ast.Module, words: Words) -> Iterator[ast.Call]
 
 
 def _within(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a scope, but not those of functions in it."""
+    """Yield the nodes of a scope, except those of functions in it."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, FUNCTIONS):
             yield child
@@ -159,7 +159,7 @@ def _may_differ(value: ast.expr, tree: ast.Module, words: Words, depth: int) -> 
 
 
 def _bound(target: ast.expr) -> set[str]:
-    """Return the names that an assignment binds: ``rank`` of ``args.rank``, and not ``args``."""
+    """Return the names that an assignment binds: for ``args.rank`` ``rank``, not ``args``."""
     if isinstance(target, (ast.Tuple, ast.List)):
         return set[str]().union(*map(_bound, target.elts))
     if isinstance(target, ast.Attribute):

@@ -20,12 +20,12 @@ _MAKERS = ("tensor", "scalar_tensor", "zeros", "ones", "full", "empty", "zeros_l
 
 
 def mispairs(cause: Finding, effect: Finding) -> bool:
-    """Return whether the cause mispairs collectives. Parameters may differ afterwards."""
+    """Return whether the cause mispairs collectives, so that parameters may differ afterwards."""
     return MISPAIRED in cause.subjects
 
 
 def constant_losses(run: Run) -> Iterator[Finding]:
-    """Yield a finding for the first backward without some ranks of a group."""
+    """Yield a finding for a group's first backward that some ranks ran with a constant loss."""
     for group in dict.fromkeys(
         record.group_ranks for rank in run.last for record in rank.records.of(DdpRecord)
     ):
@@ -43,9 +43,9 @@ def constant_losses(run: Run) -> Iterator[Finding]:
 
 
 def _reduced(rank: Rank, number: int, constant: dict[int, ConstantLossRecord]) -> bool:
-    """Return whether a rank has certainly begun that backward with a loss of its model."""
+    """Return whether a rank has certainly begun a backward from its model's loss."""
     begun = rank.status.reduced if rank.status is not None else 0
-    # The first ones are all recorded: none is missing up to the last record.
+    # The first constant losses are all recorded: up to the last record none is missing.
     until_last = not rank.lost and number < max(constant, default=0)
     watched = until_last or rank.watched(ConstantLossRecord)
     return begun >= number not in constant and watched
@@ -81,7 +81,7 @@ def _finding(run: Run, alone: list[Rank], others: list[Rank], first: ConstantLos
 
 
 def _constants(run: Run) -> list[Location]:
-    """Return the lines that create a constant with ``requires_grad``, only losses if any are."""
+    """Return the lines that create a constant with ``requires_grad``: the losses, if any is one."""
     found: dict[Location, bool] = {}
     for path in files_of(run):
         tree = tree_of(path)

@@ -1,4 +1,4 @@
-"""The state of each rank in an examination of a hang, and which ranks wait for which."""
+"""The state of each rank in an examination of a hang, and the waits between ranks."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from ddpdoctor.stacks.frames import innermost, user_frames
 from ddpdoctor.system.process_activity import BUSY
 
 MIN_SILENCE_NS = 2_000_000_000
-"""Nanoseconds without activity of a rank's writing thread, which wakes four times a second."""
+"""Minimum nanoseconds without activity of a rank's writing thread, which wakes 4 times a second."""
 
 MIN_PENDING_NS = 2_000_000_000
-"""Nanoseconds after which a collective that a GPU has not done counts as never ending."""
+"""Nanoseconds after which a collective that a GPU has not finished counts as hanging."""
 
 _PROBE = "/ddpdoctor/probe/"
 _COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
-"""Functions of torch's Python code that wait for other ranks."""
+"""Files of torch's Python functions that wait for other ranks."""
 _DDP = ("/torch/nn/parallel/distributed.py", "/torch/distributed/utils.py")
-"""Functions of DDP that call native code: its constructor, and the begin of its forward."""
+"""Files of DDP's functions that call native code: its constructor and the start of its forward."""
 
 _OF_SOME_RANKS = ("send", "recv", "send_object_list", "recv_object_list", "Work.wait")
 """Calls that not every rank of a group has to make, or whose kind is unknown."""
@@ -54,24 +54,24 @@ _NO_ACTIVITY = ProcessActivity()
 
 @dataclass(frozen=True)
 class RankState:
-    """One rank of a job that makes no progress, at a time in Unix nanoseconds."""
+    """A rank of a job that makes no progress, at some time in Unix nanoseconds."""
 
     evidence: RankEvidence
     taken: int
 
     @property
     def rank(self) -> int:
-        """Its number."""
+        """The rank's number."""
         return self.evidence.rank
 
     @property
     def step(self) -> int:
-        """Steps closed. -1 if not known."""
+        """Number of closed steps. -1 if unknown."""
         return self.evidence.step
 
     @property
     def phase(self) -> str:
-        """The phase on its status page; empty if it has not joined a process group."""
+        """The phase on its status page. Empty if it has not joined a process group."""
         return self.evidence.phase or ""
 
     @property
@@ -96,7 +96,7 @@ class RankState:
 
     @property
     def dead_for(self) -> float | None:
-        """Seconds since its process ended, None if it lives or was not seen to end."""
+        """Seconds since its process ended. None if it is alive or its end was not seen."""
         ended = self.evidence.exit
         return (self.taken - ended.time) / 1e9 if ended is not None else None
 
@@ -113,7 +113,7 @@ class RankState:
 
     @property
     def busy(self) -> float:
-        """The used ratio of the cores that it got, so that a starved process counts as busy."""
+        """The used fraction of its time on a core, so that a starved process counts as busy."""
         # Old records lack `busy`.
         return max(self.activity.busy, self.activity.cpu)
 
@@ -136,7 +136,7 @@ class RankState:
 
     @property
     def later_frames(self) -> tuple[Frame, ...]:
-        """The main thread's frames a second later; empty if it waited in a collective."""
+        """The main thread's frames a second later. Empty if it waited in a collective."""
         return _main(self.evidence.later)
 
     @cached_property
@@ -146,13 +146,13 @@ class RankState:
 
     @property
     def traceback(self) -> str:
-        """The user's part of its stack, written as a traceback."""
+        """The user's part of its stack, formatted as a traceback."""
         frames = user_frames(self.frames)
         return "".join(f'  File "{f.path}", line {f.line}, in {f.function}\n' for f in frames)
 
     @property
     def site(self) -> Location | None:
-        """The user's current line, by its stack or else by its status page."""
+        """The user's current line, from its stack or else from its status page."""
         if self.frame is not None:
             return Location(self.frame.path, self.frame.line)
         return location(self.evidence.site)
@@ -165,12 +165,12 @@ class RankState:
     # -- its collectives
 
     def forgot(self, group: str) -> bool:
-        """Whether its recorder may have overwritten all collectives that it called in a group."""
+        """Return whether its recorder may have overwritten all of its collectives in a group."""
         return self.evidence.forgets and all(each.group != group for each in self.flight or ())
 
     @cached_property
     def ring(self) -> tuple[Call, ...]:
-        """Its newest collectives from Python in groups, oldest first."""
+        """Its newest collectives from Python, oldest first, without sends and receives."""
         return tuple(from_ring(e) for e in self.evidence.collectives if not e.point_to_point)
 
     @cached_property
@@ -213,7 +213,7 @@ class RankState:
 
     @cached_property
     def exchange(self) -> Call | None:
-        """The send or recv that it is in; its ``root`` is the peer."""
+        """The send or recv that it is in. Its ``root`` is the peer."""
         last = self.evidence.collectives[-1] if self.evidence.collectives else None
         if last is None or not last.point_to_point or last.ended or last.asynchronous:
             return None
@@ -221,7 +221,7 @@ class RankState:
 
     @cached_property
     def pending(self) -> Call | None:
-        """The first collective that is not done, by its Flight Recorder."""
+        """The first collective that is not done, according to its Flight Recorder."""
         return first_pending(self.flight or ())
 
     @property
@@ -236,7 +236,7 @@ class RankState:
 
     @cached_property
     def blocked(self) -> Call | None:
-        """The collective that it waits for by its Flight Recorder: the first pending one."""
+        """The collective that it waits for: the first pending one in its Flight Recorder."""
         if self.flight is None or not self.in_collective:
             return None
         found = self.pending
@@ -250,13 +250,13 @@ class RankState:
 
     @property
     def waits_at(self) -> Location | None:
-        """The line that called the awaited collective. With NCCL its host may have continued."""
+        """The line that called the awaited collective. With NCCL the host may be past it."""
         called = self.blocked.site if self.waits_for_gpu and self.blocked else None
         return called or self.site
 
     @cached_property
     def waits_for_gpu(self) -> bool:
-        """Whether its GPU is in a collective that does not end, and its main thread waits for it.
+        """Whether its main thread waits for its GPU, which is in a collective that does not end.
 
         With NCCL a collective returns once it is queued. The thread continues to the first line
         that needs a result or finds the queue full, and spins or sleeps there.
@@ -278,19 +278,19 @@ class RankState:
         if inner is None:
             return self.phase == Phase.BACKWARD.label
         if self.flight is None:
-            # It is unknown which of DDP's collectives are pending. A thread that idles in a waiting
-            # function of torch counts as waiting. A compiling backward idles elsewhere.
+            # It is unknown which of DDP's collectives are pending, so a thread that idles in one of
+            # torch's waiting functions counts as waiting. A compiling backward idles elsewhere.
             places = _COLLECTIVES if self.phase == Phase.BACKWARD.label else _DDP
             idles = not (self.busy >= BUSY or self.on_queue)
             return idles and any(part in inner.path for part in places)
         # A backward that still computes does not wait, nor does one that only began a collective.
-        # DDP's constructor and the begin of its forward wait without a separate phase.
+        # DDP's constructor and the start of its forward wait without a separate phase.
         pending = any(not each.done for each in self.flight)
         return pending and any(part in inner.path for part in _COLLECTIVES)
 
     @property
     def waits_in(self) -> str:
-        """The call that it waits in, for a sentence."""
+        """The call in which it waits, for a sentence."""
         call = self.under_way or self.blocked
         backward = self.phase == Phase.BACKWARD.label
         if call is not None:
@@ -316,7 +316,7 @@ class HangSnapshot:
     """A job that makes no progress: the input of the diagnosis of a hang.
 
     Attributes:
-        world_size: The ranks of the job, on all nodes.
+        world_size: The number of ranks of the job, on all nodes.
         manifest: The run's manifest, with the command of the job.
         store: A store that ranks wait for and that none of them opens.
     """
@@ -354,7 +354,7 @@ def hang_snapshot(run: Run) -> HangSnapshot | None:
 
 
 def seen_waiting(run: Run, rank: int) -> bool:
-    """Return whether a rank's host waits for a collective of its GPU (NCCL)."""
+    """Return whether a rank's host was seen waiting for a collective of its GPU (NCCL)."""
     record = run.hang
     return record is not None and any(
         each.rank == rank and RankState(each, record.time).waits_for_gpu for each in record.ranks
@@ -373,7 +373,7 @@ class Blocked:
         waiting: Ranks that are in it.
         absent: Ranks that are not, though they belong to its group.
         unseen: Ranks of its group without evidence: those of other nodes.
-        ahead: Ranks that wait in a later one of its group.
+        ahead: Ranks that wait in a later collective of its group.
     """
 
     call: Call | None
@@ -389,7 +389,7 @@ class Blocked:
 
     @property
     def launched_after(self) -> dict[int, int]:
-        """The known numbers of collectives that waiting ranks launched after it."""
+        """The number of collectives that each waiting rank launched after it, if known."""
         call = self.call
         return {
             rank.rank: _last(rank.flight, call.numbering) - call.sequence
@@ -399,7 +399,7 @@ class Blocked:
 
 
 def find_blocked(hang: HangSnapshot) -> list[Blocked]:
-    """Return the collectives that ranks wait in, those with most waiting ranks first."""
+    """Return the collectives in which ranks wait, those with most waiting ranks first."""
     waiting = [rank for rank in hang.ranks if rank.in_collective]
     by_flight = {rank.rank: call for rank in waiting if (call := rank.blocked)}
     by_ring = {rank.rank: call for rank in waiting if rank.probed and (call := rank.under_way)}
@@ -438,7 +438,7 @@ def _by_calls(
 
 
 def _members(hang: HangSnapshot, group: str, calls: list[Call]) -> frozenset[int]:
-    """Return the ranks of a group, by its calls."""
+    """Return the ranks of a group, as its calls show them."""
     rings = (call for rank in hang.ranks for call in rank.ring if call.group == group)
     members = next((call.members for call in (*calls, *rings) if call.members), "")
     if members:
@@ -465,12 +465,12 @@ def parse_ranks(text: str) -> frozenset[int]:
 
 
 def _last(calls: tuple[Call, ...] | None, numbering: tuple[str, str]) -> int:
-    """Return the number of the newest collective of a group. 0 without one."""
+    """Return the number of a group's newest collective. 0 if there is none."""
     return max((call.sequence for call in calls or () if call.numbering == numbering), default=0)
 
 
 def _by_phase(hang: HangSnapshot, waiting: list[RankState]) -> Iterator[Blocked]:
-    """Assume that all ranks in one phase are in one collective, if only status pages are known."""
+    """Assume one collective for all ranks in the same phase, if only status pages are known."""
     unseen = sorted(set(range(hang.world_size)) - {rank.rank for rank in hang.ranks})
     for kind in sorted({(rank.phase, rank.evidence.collective) for rank in waiting}):
         here = [r for r in waiting if (r.phase, r.evidence.collective) == kind]

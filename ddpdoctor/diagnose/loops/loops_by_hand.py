@@ -1,7 +1,7 @@
 """Find ranks that left a loop without a loader before the others.
 
-The iterations of such a loop are not recorded. Known are the number of reduced backwards that each
-rank began, and its position: in a backward of the loop, in a collective behind it, or at its end.
+The iterations of such a loop are not recorded. We only know how many reduced backwards each rank
+began, and its position: in a backward of the loop, in a collective after it, or at its own end.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from ddpdoctor.run.status import Phase
 
 @dataclass(frozen=True)
 class LeftByHand:
-    """Ranks that are past a loop in which others wait for them."""
+    """Ranks that are past a loop while others wait for them in it."""
 
     kind: Literal["ended", "left", "skipped"]
     """``ended`` if the source leaves the loop only at the end of its iterable."""
     steps: dict[int, int]
-    """Reduced backwards begun by each of them."""
+    """Number of reduced backwards that each of them began."""
     others: dict[int, int]
     location: Location
     """The statement that decided, or the loop."""
     loop: Location
     moment: int
-    """When the first of them was in a collective past the loop or ended, in Unix nanoseconds."""
+    """When the first of them called a collective after the loop or ended, in Unix nanoseconds."""
 
 
 def left_by_hand(run: Run) -> Iterator[LeftByHand]:
@@ -109,7 +109,7 @@ def _waits(run: Run, rank: Rank, ends: dict[int | None, Ending]) -> bool:
 
 
 def _loop_apart(run: Run, rank: Rank) -> tuple[str, Source, Loop, int] | None:
-    """Return the loop around a rank's backward that ranks may leave apart, and its line in it."""
+    """Return a loop around a rank's backward that ranks may leave alone, and the line in it."""
     error = rank.records.first(ErrorRecord)
     frames = [Location(each.path, each.line) for each in error.user_frames] if error else []
     lines = list(reversed(frames)) or list(rank.sites("backward"))[:2]
@@ -123,14 +123,14 @@ def _loop_apart(run: Run, rank: Rank) -> tuple[str, Source, Loop, int] | None:
         source = source_of(at.path)
         loops = source.around(at.line) if source is not None else []
         if source is not None and loops:
-            # Ranks leave the outer loop apart, not one whose length is the same for all.
+            # A loop of fixed length has as many iterations on every rank: take one around it.
             loop = next((each for each in loops if not source.has_fixed_length(each)), loops[0])
             return at.path, source, loop, at.line
     return None
 
 
 def _behind(run: Run, rank: Rank, path: str, loop: Loop, ends: dict[int | None, Ending]) -> int:
-    """Return since when a rank is in a collective behind the loop, or has ended. 0 if neither."""
+    """Return when a rank ended, or called the collective after the loop that it is in. Or 0."""
     if rank.ended is not None and rank.rank not in ends and not rank.records.of(ExitRecord):
         return rank.ended.time
     calls = rank.ring.collectives if rank.ring is not None else ()
@@ -148,7 +148,7 @@ def _is_behind(call: Collective, path: str, loop: Loop) -> bool:
 
 
 def _came_out(inside: Sequence[Rank], path: str, loop: Loop, steps: int) -> bool:
-    """Return whether a rank left the loop in its newest steps and began it again."""
+    """Return whether a rank left the loop and began it again within the last ``steps`` steps."""
     return any(
         call.began >= (rank.steps[-steps].start if len(rank.steps) >= steps else 0)
         and _is_behind(call, path, loop)
@@ -160,7 +160,7 @@ def _came_out(inside: Sequence[Rank], path: str, loop: Loop, steps: int) -> bool
 def _decided(
     source: Source, loop: Loop, backward: int
 ) -> tuple[Literal["ended", "left", "skipped"], int]:
-    """Return why ranks may have left a loop at different steps, and the line."""
+    """Return how ranks may have left a loop at different steps, and at which line."""
     ways = [*source.exits(loop), *source.raises(loop)]
     exits = [each for each in ways if not source.counts(each) and not source.is_exhausted(each)]
     ends = isinstance(loop, ast.While) and not any(map(source.is_exhausted, (loop, *ways)))

@@ -31,7 +31,7 @@ _SHOWS = re.compile(
     r"|savetxt|to_csv|open|set_postfix|set_description)$"
 )
 _OF_A_RANK = re.compile(r"loader|sampler|shard|subset|part|indices|batch|local|mine", re.IGNORECASE)
-"""Names of a rank's part of the data."""
+"""Names of a rank's share of the data."""
 
 _RANK = re.compile(r"\brank\b|\bshard\b|\bpart\b", re.IGNORECASE)
 _COMPARES = ("max", "min")
@@ -45,13 +45,13 @@ _RATIO = re.compile(
 _NEVER_A_MEAN = re.compile(
     r"f1|fbeta|precision|recall|auc|auroc|iou|dice|bleu|wer$|kappa|mcc", re.IGNORECASE
 )
-"""Functions whose ratio for all samples is not the average of the ratios of parts."""
+"""Functions whose ratio over all samples is not the average of the ratios of the shards."""
 
 _HOOKS = ("validation_step", "test_step", "on_validation_epoch_end", "on_test_epoch_end")
 """Methods of Lightning that log a rank's results."""
 
 MAX_DEPTH = 5
-"""Maximum number of assignments through which a value is followed."""
+"""Maximum number of assignments through which to follow a value."""
 
 
 class Use(NamedTuple):
@@ -64,16 +64,16 @@ class Use(NamedTuple):
     computed: Location | None = None
     """The line that divides the loop's counts."""
     over_all: bool = False
-    """It divides by the length of the whole data set."""
+    """Whether that line divides by the length of the whole data set."""
     kept: bool = False
-    """The loop was found, and no line shows or compares its result.
+    """Whether the loop was found, but no line that shows or compares its result.
 
-    It may be a loop of a library, which combines results in its own way.
+    It may belong to a library that combines results in its own way.
     """
 
 
 def use_of(run: Run, at: Location) -> Use:
-    """Return the use of an evaluation's result. The loop reads its loader at a line."""
+    """Return the use of an evaluation's result. The loop reads its loader at ``at``."""
     home = _scope(at)
     if home is None:
         return Use()
@@ -84,7 +84,7 @@ def use_of(run: Run, at: Location) -> Use:
     quotients = [each for each in _quotients(home, results) if each.lineno > end]
     shown = list(_shown(at.path, home, results, end))
     for around in _functions_around(at.path, home):
-        # The loop may fill a meter of the function around it.
+        # The loop may fill an object of the enclosing function.
         results = _derived(around, results, name)
         shown += _shown(at.path, around, results, getattr(home, "end_lineno", 0), name)
         name = around.name
@@ -119,7 +119,7 @@ def _quotients(scope: Scope, results: set[str]) -> list[ast.BinOp | ast.Call]:
 
 
 def indexed_by_rank(run: Run) -> Location | None:
-    """Return the first line that selects a part by the rank."""
+    """Return the first line that selects part of the data by rank."""
     subscripts = (
         Location(path, node.lineno)
         for path in files_of(run)
@@ -132,7 +132,7 @@ def indexed_by_rank(run: Run) -> Location | None:
 
 
 def evaluated_by_hand(run: Run) -> Iterator[Location]:
-    """Yield the loops without gradients that select the samples of their rank."""
+    """Yield the loops without gradients that select their rank's samples."""
     for path in files_of(run):
         for scope in scopes_of(path):
             decorators = getattr(scope, "decorator_list", [])
@@ -152,7 +152,7 @@ def evaluated_by_hand(run: Run) -> Iterator[Location]:
 
 
 def _takes_part(path: str, items: ast.expr) -> bool:
-    """Return whether a loop goes over ``range(rank, ...)`` or over ``samples[rank::world]``."""
+    """Return whether a loop iterates over ``range(rank, ...)`` or ``samples[rank::world]``."""
     return any(
         (isinstance(node, ast.Subscript) and names_rank(path, node.slice))
         or (
@@ -218,7 +218,7 @@ def _filled(loop: ast.For | ast.While | None) -> set[str]:
 
 
 def _derived(scope: Scope, names: set[str], function: str) -> set[str]:
-    """Add the names assigned a value computed from others, or returned by a function."""
+    """Return the names, and those assigned a value computed from them or by the function."""
     found = set(names)
     for _ in range(3):
         for node in walk_scope(scope.body):
@@ -336,14 +336,14 @@ def _logged_by_hook(run: Run) -> Location | None:
 
 
 class Averaged(NamedTuple):
-    """A ratio per rank that is reduced over the ranks."""
+    """A ratio of each rank that is reduced over the ranks."""
 
     at: Location
     """The line that computes it."""
     never_a_mean: bool
-    """It is a measure such as F1, which is not the average of its values for parts."""
+    """Whether it is a metric such as F1 that is not the average of its values for the shards."""
     over_all: bool = False
-    """It is divided by the length of the whole data set, so the sum over the ranks is right."""
+    """Whether it is divided by the length of the whole data set, so that a sum is correct."""
 
 
 def ratio_reduced(chain: Sequence[Location]) -> Averaged | None:
@@ -360,7 +360,7 @@ def ratio_reduced(chain: Sequence[Location]) -> Averaged | None:
 
 
 def _averages(at: Location) -> bool:
-    """Return whether the function of a line divides by the number of ranks."""
+    """Return whether the function around a line averages over the ranks."""
     scope = _scope(at)
     nodes = walk_scope(scope.body if scope is not None else ())
     return any(
@@ -377,13 +377,13 @@ _SAME = ("clone", "to", "detach", "cuda", "cpu", "double", "float", "unsqueeze",
 
 
 def _ratio(chain: Sequence[Location], value: ast.expr, depth: int) -> Averaged | None:
-    """Return where a value became a ratio."""
+    """Return the ratio that a value is made from."""
     at, scope = chain[0], _scope(chain[0])
     if scope is None or depth < 0:
         return None
     if isinstance(value, (ast.List, ast.Tuple)):
         found = [_ratio(chain, each, depth) for each in value.elts]
-        # A count beside it is probably the divisor.
+        # A count next to it is probably its divisor.
         return found[0] if found and all(found) else None
     if isinstance(value, ast.BinOp):
         divides = isinstance(value.op, (ast.Div, ast.FloorDiv))
@@ -439,7 +439,7 @@ def _given(chain: Sequence[Location], scope: Scope, name: str) -> ast.expr | Non
 
 
 def _returned_ratio(path: str, name: str, depth: int) -> Averaged | None:
-    """Return where a function of a file returns a ratio."""
+    """Return the ratio that a function of a file returns."""
     for function in nodes_of(path):
         if isinstance(function, FUNCTIONS) and function.name == name:
             for node in walk_scope(function.body):

@@ -1,7 +1,7 @@
 """Find decisions in training loops that only some ranks took.
 
-Skipped steps, left loops and missing epochs are found by the number of batches that each rank took
-in one loop, and of reduced backwards that it began there. The source only names the statement.
+The number of batches that each rank took in a loop, and of reduced backwards that it began there,
+show skipped steps, left loops and missing epochs. The source only shows the statement.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Trace:
 
     rank: Rank
     first: LoopRecord
-    """The record of the loop's begin."""
+    """The record of the loop's start."""
     last: LoopRecord
-    """The newest record, which is that of the loop's end if there is one."""
+    """The newest record: that of the loop's end, if it has ended."""
     stuck: bool
     """Whether the rank is in a collective that does not end, or was when it died."""
 
     @cached_property
     def state(self) -> str:
-        """``ended``, ``left`` or ``failed``; anything else means that the loop continues."""
+        """``ended``, ``left`` or ``failed``. Any other value means that the loop continues."""
         state = self.last.state
         if not self.recorded_end:
             if self._was_left:
@@ -97,7 +97,7 @@ class Trace:
 
     @property
     def _was_left(self) -> bool:
-        """Whether the rank is in a call after the loop, whose iterator still lives.
+        """Whether the rank is in a call after the loop, although its iterator still lives.
 
         With NCCL that call may have returned, because the host continues while the GPU waits. The
         rank is still there if it has reached no other line since.
@@ -125,12 +125,12 @@ class Trace:
 
     @property
     def before(self) -> int:
-        """Reduced backwards that the rank began before the loop."""
+        """Number of reduced backwards that the rank began before the loop."""
         return self.first.before or 0
 
     @property
     def fetched(self) -> int | None:
-        """Number of batches that it took, once the loop is over. A lower bound if not recorded."""
+        """Number of batches taken, once the loop is over. A lower bound if not recorded."""
         if not self.closed:
             return None
         if self.last.fetched is None:
@@ -139,11 +139,11 @@ class Trace:
 
     @property
     def reached(self) -> int | None:
-        """Reduced backwards begun in the loop. None if not certain."""
+        """Number of reduced backwards begun in the loop. None if uncertain."""
         status = self.rank.status
         if self.recorded_end:
             error = self.rank.records.first(ErrorRecord)
-            # A rank that failed may have done so in DDP's broadcast before a forward.
+            # A failed rank may have failed in DDP's broadcast before a forward.
             failed = error is not None and self.state not in ("ended", "left")
             more = failed and error is not None and error.collective in BEFORE_FORWARD
             return self.last.after - self.before + more
@@ -192,7 +192,7 @@ class LoopPlace:
         return self.loop.lineno <= line <= (self.loop.end_lineno or 0)
 
     def counts_on(self, location: Location) -> bool:
-        """Return whether only a statement and the ends of loops decide the number of steps."""
+        """Return whether only a statement and the loops' lengths decide the number of steps."""
         loops = [(self.path, self.source, self.loop), *self.outer]
         exits = [
             Location(path, each.lineno)
@@ -216,7 +216,7 @@ def traces_of(rank: Rank, run: Run) -> Iterator[Trace]:
 
 
 def place_of(frames: Sequence[Location]) -> LoopPlace | None:
-    """Return the loop that took the batches: the one driven by the innermost such line."""
+    """Return the loop that took the batches: that of the innermost line that drives a loop."""
     for depth, at in enumerate(frames):
         source = source_of(at.path)
         loop = source.driven_at(at.line) if source is not None else None
@@ -232,7 +232,7 @@ def place_of(frames: Sequence[Location]) -> LoopPlace | None:
 
 
 def trained_on(batch: int, others: Sequence[Trace]) -> bool:
-    """Return whether some rank has certainly trained on the batch."""
+    """Return whether any of the ranks has certainly trained on the batch."""
     return any(
         batch not in each.idle
         and (each.fetched is None or each.fetched > batch)
@@ -242,7 +242,7 @@ def trained_on(batch: int, others: Sequence[Trace]) -> bool:
 
 
 def _stuck(rank: Rank, run: Run) -> bool:
-    """Return whether a rank has been in one collective for long, or was when it died."""
+    """Return whether a rank has been in one collective for a long time, or was when it died."""
     status = rank.status
     if status is None:
         return False
@@ -263,7 +263,7 @@ def exit_location(trace: Trace, place: LoopPlace) -> Location | None:
     if left_at:
         own = (at for at in left_at if at.path == place.path)
         return next((at for at in own if place.source.leaves(at.line, place.loop)), None)
-    # The iterator outlived the loop.
+    # Otherwise the iterator outlived the loop.
     exits = place.source.exits(place.loop)
     only = place.source.only(exits)
     if only is not None:
@@ -280,7 +280,7 @@ def skip_location(rank: Rank, place: LoopPlace, forward: bool) -> Location:
     skips = place.source.skips(place.loop)
     only = place.source.only([each for each in skips if after < each.lineno < until])
     if only is None and not forward and len(skips) == 1:
-        # It follows a failed forward, in an `except`.
+        # It runs after a failed forward, in an `except`.
         only = skips[0]
     if only is not None:
         return Location(place.path, only.lineno)
@@ -329,7 +329,7 @@ def stop_location(rank: Rank, place: LoopPlace) -> Location | None:
 
 
 def call_to_exit(rank: Rank) -> ExitRecord | None:
-    """Return the call by which a rank ended its process."""
+    """Return the record of the call by which a rank ended its process."""
     return next((call for call in rank.records.of(ExitRecord) if call.path), None)
 
 
@@ -343,22 +343,22 @@ def _lines(rank: Rank, phase: str, place: LoopPlace) -> list[int]:
 # -- decisions
 
 MAX_LATER_BATCHES = 3
-"""Batches after a skipped one within which mispaired collectives fail."""
+"""Maximum number of batches between a skipped one and the failure of mispaired collectives."""
 
 
 @dataclass(frozen=True)
 class LocalDecision:
-    """A decision that only some ranks took."""
+    """A decision that only some ranks made."""
 
     kind: Literal["skipped", "left", "stopped", "ended"]
     traces: tuple[Trace, ...]
-    """Their loop."""
+    """Their traces of the loop."""
     others: tuple[Trace, ...]
     place: LoopPlace
     location: Location
     step: int
     batch: int | None
-    """The skipped batch, or else the number of batches taken, if known."""
+    """The skipped batch, or the number of batches taken, if known."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -423,14 +423,14 @@ class _Case:
         return {rank.rank: list(traces_of(rank, self.run)) for rank in self.group}
 
     def skipped_or_left(self) -> Iterator[LocalDecision]:
-        """Yield decisions within a loop that ranks of the group began after equally many steps."""
+        """Yield decisions within a loop that ranks of the group began after the same step."""
         for members, place in self._loops():
             decision = self._skipped(members, place) or self._left(members, place)
             if decision is not None:
                 yield decision
 
     def ended(self) -> Iterator[LocalDecision]:
-        """Yield loops that ended regularly after fewer batches than other ranks trained on."""
+        """Yield loops that ended normally after fewer batches than other ranks trained on."""
         for members, place in self._loops():
             top = max(each.reached or 0 for each in members)
             few = [
@@ -449,7 +449,7 @@ class _Case:
                 yield LocalDecision("ended", ranks, tuple(more), place, at, step, first.fetched)
 
     def _loops(self) -> Iterator[tuple[list[Trace], LoopPlace]]:
-        """Yield differing loops that ranks began after equally many steps."""
+        """Yield loops that differ between ranks, although these began them after the same step."""
         shared: dict[tuple[object, ...], list[Trace]] = {}
         for traces in self.traces.values():
             for each in traces:
@@ -470,7 +470,7 @@ class _Case:
             alone = [batch for batch in trace.idle if trained_on(batch, others)]
             if not alone or not self._lacks(trace, alone, members):
                 continue
-            # The ranks that made more steps than this one, or failed like it.
+            # The ranks that took more steps than this one, or failed as well.
             wanting = [
                 each
                 for each in others
@@ -560,7 +560,7 @@ class _Case:
         return None
 
     def _next_loops(self, last: Trace, stopped: set[int]) -> list[Trace]:
-        """Return the loops that other ranks began at the same place, right after the same loop."""
+        """Return the loops that other ranks began at the same line, right after the same loop."""
         return [
             each
             for rank, traces in self.traces.items()
@@ -572,7 +572,7 @@ class _Case:
         ]
 
     def _is_last(self, trace: Trace) -> bool:
-        """Return whether a rank made no further step after a loop."""
+        """Return whether a rank took no further step after a loop."""
         status, total = trace.rank.status, trace.last.after
         return (
             trace.state in ("ended", "left")
@@ -606,7 +606,7 @@ class _Case:
     def _waits(self, trace: Trace) -> bool:
         ending = self.ends.get(trace.rank.rank)
         if ending is not None and (ending.victim or mispaired(self.run, ending)):
-            # A rank that was stopped from outside may have been anywhere.
+            # A rank that was stopped from outside may have been at any line.
             known = not ending.stopped or trace.stuck or self._any_mispaired
             # After a failure with another cause, every rank is its victim.
             return known and ending.time <= self.limit
@@ -628,5 +628,5 @@ class _Case:
 
 
 def _same_loop(one: Trace, other: Trace) -> bool:
-    """Return whether two ranks have equally many steps before and in a loop."""
+    """Return whether two ranks have the same number of steps before and in a loop."""
     return (one.frames, one.before, one.reached) == (other.frames, other.before, other.reached)

@@ -1,4 +1,4 @@
-"""Find where an object grows in the user's source, and whether something bounds it."""
+"""Find the line at which an object grows in the user's source, and whether something bounds it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHRINKS = ("pop", "popleft", "popitem", "clear", "remove", "discard", "get_nowa
 _HEAP = ("heappop", "heapreplace", "heappushpop")
 _BUILDS = ("__init__", "__post_init__", "setup", "build", "configure", "<module>")
 _ITEMS = ("__getitem__", "__getitems__", "__iter__")
-MAX_WORDS = 3  # Number of last words of a dotted name that are searched for in the source
+MAX_WORDS = 3  # Number of last words of a dotted name to search for in the source
 _HOOK = re.compile(r"register_\w*hook$")
 
 
@@ -25,7 +25,7 @@ class Change(NamedTuple):
 
     name: str
     line: int
-    function: str  # Empty at the level of the module
+    function: str  # Empty at module level
     loops: tuple[int, ...]  # Lines of the loops around it in its function, outermost first
 
 
@@ -43,12 +43,12 @@ class Source(NamedTuple):
     """A growing object in the user's source."""
 
     line: Location | None
-    bounded: bool  # It is truncated, cleared or re-created
-    per_item: bool  # It gains an entry for each sample of a data set
+    bounded: bool  # Whether it is truncated, cleared or re-created
+    per_item: bool  # Whether it gains an entry for each sample of a data set
 
 
 def source_of(files: Iterable[str], path: str, function: str, name: str, sort: str) -> Source:
-    """Return where an object, found in a frame's function, grows, and whether something bounds it.
+    """Return the line at which an object of a frame's function grows, and whether it is bounded.
 
     ``sort`` is its kind (`ddpdoctor.run.records.memory.Holder`).
     """
@@ -99,7 +99,7 @@ def _made(path: str, words: Sequence[str]) -> Location | None:
 
 
 def _made_again(changes: Changes, growing: Change, attribute: bool) -> bool:
-    """Return whether a new object is bound to the name in each pass or call."""
+    """Return whether the name gets a new object in each pass or call."""
     for made in changes.made:
         if made.name != growing.name or made.line == growing.line:
             continue
@@ -115,7 +115,7 @@ def _made_again(changes: Changes, growing: Change, attribute: bool) -> bool:
 
 
 def _first(paths: list[str], path: str, function: str, word: str | None) -> Location | None:
-    """Return the statement nearest to the frame that makes an object grow, or adds a hook."""
+    """Return the line closest to the frame that makes an object grow, or adds a hook."""
     found: list[tuple[bool, bool, bool, Location]] = []
     for each in paths:
         changes = _changes(each)
@@ -141,7 +141,7 @@ class _Reader:
         self._stored: list[tuple[Change, ast.expr]] = []  # Assigned elements, with their indices
 
     def read(self, node: ast.AST, function: str = "", loops: tuple[int, ...] = ()) -> None:
-        """Read a statement or expression, and all within it."""
+        """Read a statement or expression, and everything in it."""
         if isinstance(node, FUNCTIONS):
             function, loops = node.name, ()
         elif isinstance(node, LOOPS):

@@ -1,6 +1,6 @@
-"""Find the line where a rank spends its surplus of time, by samples of the ranks' stacks.
+"""Find the line on which a rank spends its surplus of time, from samples of the ranks' stacks.
 
-A line that all ranks are sampled at equally often is no surplus. From the outermost function
+A line at which all ranks are sampled equally often is not a surplus. From the outermost function
 inwards, the search follows the line at which the slow rank is sampled more often than the others.
 """
 
@@ -23,7 +23,7 @@ from ddpdoctor.stacks.frames import code_of
 
 MIN_SAMPLES = 12  # Minimum number of samples
 MIN_EXCESS = 4  # Minimum number of samples at a line beyond those of the others
-MOSTLY = 0.6  # Minimum ratio of a surplus within one function to search for the line there
+MOSTLY = 0.6  # Minimum fraction of a surplus in one function to search for the line there
 
 _BY_RANK = re.compile(r"rank|main_process|is_main|master|chief", re.IGNORECASE)
 
@@ -34,7 +34,7 @@ class Stack:
 
     count: int
     frames: tuple[Frame, ...]  # Frames of the user's code, outermost first
-    waits: tuple[str, str]  # File name and function of the innermost frame of all
+    waits: tuple[str, str]  # File name and function of the innermost frame, the user's or not
     letter: str
     """The state of the thread: R runs or is ready to, S sleeps, D waits for a disk or device."""
 
@@ -74,7 +74,7 @@ class Profile:
         return float(getattr(self.record, name)) / max(self.record.steps, 1)
 
     def share(self, name: str) -> float:
-        """Return counted nanoseconds as a ratio of the time."""
+        """Return counted nanoseconds as a fraction of the time."""
         return float(getattr(self.record, name)) / max(self.record.wall, 1)
 
     def calls(self, name: str) -> Frame | None:
@@ -94,12 +94,12 @@ class Spot:
     """The line with a rank's surplus."""
 
     chain: tuple[Frame, ...]  # The calls that lead there, outermost first, and the line itself
-    at: int  # Samples of the slow rank at the line
+    at: int  # Number of samples of the slow rank at the line
     count: int
-    """Samples of the slow rank in the function if only this rank was sampled there, else at the
-    line."""
+    """Number of samples of the slow rank in the function if only this rank was sampled there,
+    otherwise at the line."""
     of: int
-    others: int  # Samples of the other ranks there
+    others: int  # Number of samples of the other ranks there
     of_others: int
     stacks: tuple[Stack, ...]  # Stacks of the slow rank there
     taken: int  # Time of the samples in Unix nanoseconds
@@ -111,12 +111,12 @@ class Spot:
 
     @property
     def function(self) -> str:
-        """The name of the function that holds the line, comprehensions left out."""
+        """The name of the function around the line, ignoring comprehensions."""
         names = [each.function for each in self.chain if not each.function.startswith("<")]
         return names[-1] if names and self.frame.function != "<module>" else ""
 
     def blocked(self, letters: str) -> float:
-        """Return the ratio of samples in which the thread was in one of these states."""
+        """Return the fraction of samples in which the thread was in one of these states."""
         seen = sum(stack.count for stack in self.stacks if stack.letter in letters)
         return seen / max(self.count, 1)
 
@@ -143,7 +143,7 @@ def profiles(ranks: Sequence[Rank], asked: int) -> dict[int, Profile]:
 
 
 def spot(mine: Profile, others: Sequence[Profile], least: float) -> Spot | None:
-    """Find the line with a slow rank's surplus: ``least`` so many times the others' time there."""
+    """Find the line with a slow rank's surplus: at least ``least`` times the others' time there."""
     theirs = [stack for each in others for stack in each.working]
     total, rest = mine.samples, sum(each.samples for each in others)
     if total < MIN_SAMPLES or rest < MIN_SAMPLES:
@@ -170,7 +170,7 @@ def spot(mine: Profile, others: Sequence[Profile], least: float) -> Spot | None:
             return found
         at, at_others = (_only(each, _line_at(depth), line) for each in (here, there))
         chain.append(line)
-        # A line that all ranks reach is no surplus, but a line that it leads to may be.
+        # A line that all ranks reach is not a surplus, but a line that it leads to may be one.
         if excess(at, at_others) >= MOSTLY * lines[line]:
             whole = bool(depth) and not there
             found = Spot(
@@ -238,7 +238,7 @@ def _source(path: str, taken: int) -> Source | None:
         return None
 
 
-# -- what a waiting line waits for
+# -- the object of a wait
 
 _FILES = {
     "subprocess.py": "a process that it started",
@@ -282,11 +282,11 @@ ADVICE = {
     "the disk": "Read and write less in the loop: every hundredth step, in a thread, or on a "
     "faster disk.",
 }
-"""The fixes of such waits."""
+"""The fixes for such waits."""
 
 
 def awaited(place: Spot) -> str:
-    """Return the wait of a line, by its code and the innermost frames. Empty if unknown."""
+    """Return the object of a line's wait, from its code and the innermost frames, or ``""``."""
     text = code_of([place.frame], place.taken).get(place.frame, "")
     for pattern, what in _CODE:
         if pattern.search(text):

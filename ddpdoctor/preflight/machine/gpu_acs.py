@@ -30,7 +30,7 @@ _STATUS, _HAS_LIST, _CLASS, _FIRST = 0x06, 0x10, 0x0A, 0x34
 the start of that list. (PCI Local Bus 3.0, chapter 6; PCI Express Base, chapter 7.)"""
 
 _EXPRESS, _DOWNSTREAM = 0x10, 6
-"""The capability with the kind of a port, and the kind of a switch's port to a device."""
+"""The capability that holds a port's type, and the type of a switch's downstream port."""
 
 _EXTENDED, _ACS = 0x100, 0x000D
 _CONTROL = 6  # The offset of the control register in the ACS capability
@@ -72,7 +72,7 @@ def gpu_acs(situation: Situation) -> Outcome:
 
     Why it is bad
         Transfers between GPUs of one switch, and to a network card with GPUDirect next to them,
-        take the way through the CPU. NCCL is slow, hangs, or silently gives wrong data.
+        go through the CPU. NCCL is slow, hangs, or silently gives wrong data.
 
     How to fix it
         Turn ACS off with `setpci` at every boot, or in the BIOS. Leave it on where virtual machines
@@ -108,8 +108,8 @@ def gpu_acs(situation: Situation) -> Outcome:
         f"PCIe access control (ACS) redirects on {len(on)} of {len(ports)} switch ports above "
         "GPUs: transfers between GPUs go by way of the processor",
         evidence=tuple(f"{port.address}: ACS control {port.control:#06x}" for port in on[:8]),
-        fix="Turn it off until the next boot, or for good in the BIOS; not where virtual machines "
-        "get devices of their own:",
+        fix="Turn it off until the next boot, or for good in the BIOS; not where devices "
+        "are passed through to virtual machines:",
         paste=typed(line, *(port.address for port in on)),
         about="acs",
     )
@@ -130,11 +130,11 @@ def _ports(gpus: list[Path]) -> Iterator[BridgePort]:
     """Yield the downstream ports of switches that lead to a GPU.
 
     Raises:
-        Unreadable: One of them cannot be read as far as needed.
+        Unreadable: A configuration space cannot be read as far as needed.
     """
     seen = set()
     for gpu in gpus:
-        # Every bridge is a directory around those of the devices below it.
+        # The directory of a bridge contains those of the devices below it.
         for folder in gpu.resolve().parents:
             if folder in seen or not (folder / "config").exists():
                 continue

@@ -59,8 +59,8 @@ _DISPLAY = "0x03"  # The PCI class of graphics cards and of GPUs without an outp
 def chosen(situation: Situation) -> tuple[Health, ...]:
     """Return the GPUs that respond and that a job would use, in CUDA's order.
 
-    The numbers in ``CUDA_VISIBLE_DEVICES`` are CUDA's. If all GPUs are alike they are those of the
-    PCI bus.
+    Numbers in ``CUDA_VISIBLE_DEVICES`` follow CUDA's order, which is that of the PCI bus if all
+    GPUs are alike.
     """
     gpus = situation.shared(gpu_facts).gpus
     places = situation.shared(cuda_choice).places
@@ -68,7 +68,7 @@ def chosen(situation: Situation) -> tuple[Health, ...]:
 
 
 def job_gpus(situation: Situation) -> tuple[Health, ...]:
-    """Return the same GPUs, for a check of them.
+    """Return the GPUs that `chosen` returns, for a check that needs one.
 
     Raises:
         Skip: There are none.
@@ -132,7 +132,7 @@ def driverless(situation: Situation) -> bool:
 
 
 def amd_gpus(situation: Situation) -> tuple[Health, ...]:
-    """Read the AMD GPUs that a process of the job would see: the memory in use, and by whom.
+    """Read the AMD GPUs that a process of the job would see: memory in use, and its processes.
 
     Raises:
         Skip: They cannot be read.
@@ -277,7 +277,7 @@ MIN_HELD = 2 * GIB  # A desktop, or a context of a monitoring program, holds les
 MIN_HELD_SHARE = 0.05
 
 _DEVICES = ("/dev/nvidia", "/dev/dxg")
-"""Files that a process that uses a GPU has open; the second one in WSL."""
+"""Files that a process has open if it uses a GPU; the second one in WSL."""
 
 _FIRST_NAMESPACE = 0xEFFFFFFC  # The inode of the host's PID namespace (PROC_PID_INIT_INO of Linux)
 
@@ -329,7 +329,7 @@ def gpu_memory(situation: Situation) -> Outcome:
             f"{binary_size(used)} of {binary_size(total)} of GPU {gpu.device.index} are in use "
             "before the job starts",
             evidence=tuple(holders) or ("by processes that cannot be seen from here",),
-            fix="End what holds it, if it is left over, or choose other GPUs.",
+            fix="End the processes that hold it if they are left over, or choose other GPUs.",
             paste="amd-smi process"
             if of_amd
             else "nvidia-smi --query-compute-apps=gpu_uuid,pid,used_memory --format=csv",
@@ -342,7 +342,7 @@ def gpu_memory(situation: Situation) -> Outcome:
 def _known(proc: Path, pid: int) -> Listed | None:
     """Return the process of a pid that the driver reports; None if it is not known here.
 
-    To a container it may report the host's pids, and here another process may have that pid.
+    In a container the driver may report the host's pids, which other processes may have here.
     """
     known = named(proc, pid)
     with contextlib.suppress(OSError):
@@ -411,7 +411,7 @@ def _driver_findings(situation: Situation, facts: GpuFacts, on_bus: int) -> Iter
         elif facts.code in NO_DRIVER:
             fix, paste = "Load the driver.", "sudo modprobe nvidia"
         else:
-            fix, paste = "See what the kernel says; reboot.", "sudo dmesg | grep -i nvrm"
+            fix, paste = "Read the kernel's log, then reboot.", "sudo dmesg | grep -i nvrm"
         torch = software.installed_torch()
         yield finding(
             # A job on the CPU needs no GPU.
@@ -431,7 +431,7 @@ def _driver_findings(situation: Situation, facts: GpuFacts, on_bus: int) -> Iter
         yield failure(
             f"GPU {index} does not answer: {why}",
             fix="Reset it, or reboot; if it is lost again, it has to be replaced. Until then "
-            "leave it out by CUDA_VISIBLE_DEVICES.",
+            "leave it out of CUDA_VISIBLE_DEVICES.",
             paste=typed("sudo nvidia-smi --gpu-reset -i {}", index),
             about=f"gpu {index}",
         )
@@ -468,8 +468,8 @@ _HARDWARE = {
     120: "the GPU's system processor failed",
     140: "an unrecovered ECC error",
 }
-"""XIDs that mean hardware, by NVIDIA's list. 13, 31, 43 and 45 are a program's own faults. The GPU
-itself reports a remapped row (63) as long as it matters."""
+"""XIDs of hardware faults, by NVIDIA's list. Programs cause 13, 31, 43 and 45. The GPU itself
+reports a remapped row (63) as long as it matters."""
 
 _XID = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F:.]+)\): (\d+)")
 
@@ -523,7 +523,7 @@ def _memory(gpu: Health) -> Iterator[Finding]:
     if gpu.rows_failed:
         yield failure(
             f"GPU {index} has no spare memory rows left for a faulty one",
-            fix="It has to be replaced; leave it out by CUDA_VISIBLE_DEVICES until then.",
+            fix="Have it replaced; until then, leave it out of CUDA_VISIBLE_DEVICES.",
             paste=typed("nvidia-smi -q -i {} -d ROW_REMAPPER", index),
             about=f"rows {index}",
         )
@@ -596,7 +596,7 @@ def read_log(path: Path) -> list[Xid] | None:
             except BlockingIOError:
                 break
             except BrokenPipeError:
-                # Overwritten while we read: the next one is the oldest now.
+                # The record was overwritten while we read: the next one is now the oldest.
                 continue
             if not chunk:
                 break
@@ -681,7 +681,7 @@ def _pcie(gpu: Health, peers: Sequence[Health]) -> Iterator[Finding]:
         if gpu.width >= widest and gpu.width * MIN_LANES_FACTOR > gpu.width_most:
             yield note(
                 f"GPU {index} {what}, as on boards whose slots share them",
-                fix="Nothing, if the slot has no more; else reseat the card or its riser.",
+                fix="Do nothing if the slot has no more; otherwise reseat the card or its riser.",
                 paste=paste,
                 about=f"lanes {index}",
             )
@@ -692,7 +692,7 @@ def _pcie(gpu: Health, peers: Sequence[Health]) -> Iterator[Finding]:
     if what:
         yield warning(
             f"GPU {index} {what}: the slowest link sets the pace of all ranks",
-            fix="Reset it, or reboot; else reseat the card or its riser.",
+            fix="Reset it, or reboot; if that does not help, reseat the card or its riser.",
             paste=paste,
             about=f"{about} {index}",
         )
@@ -757,7 +757,7 @@ def _peers(
         yield note(
             f"{len(without)} of {len(pairs)} pairs of GPUs have no peer-to-peer access: "
             f"{listed(without)}",
-            fix="Nothing, where they are on different sockets; else check ACS and the IOMMU.",
+            fix="Do nothing if they are on different sockets; otherwise check ACS and the IOMMU.",
             paste="nvidia-smi topo -p2p r",
             about="pairs",
         )
@@ -773,7 +773,7 @@ def _peers(
 
 
 def _is_translated(sys: Path, gpu: Health) -> bool:
-    """Return whether the kernel maps a GPU's transfers by an IOMMU, page by page."""
+    """Return whether the kernel maps a GPU's transfers through an IOMMU, page by page."""
     domain, _, rest = gpu.device.bus_id.lower().partition(":")
     folder = sys / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}"
     return text(folder / "iommu_group" / "type").startswith("DMA")

@@ -161,7 +161,7 @@ def _incomplete(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield _wrong(
             f"{' and '.join(placed)} {'are' if len(placed) > 1 else 'is'} set, but not "
             f"{', '.join(missing)}",
-            "init_process_group wants all of them. torchrun sets them itself; if a job is started "
+            "init_process_group needs all of them. torchrun sets them itself; if a job is started "
             "without it, set the others as well.",
             NUMBERS["RANK"],
             about="incomplete",
@@ -176,8 +176,8 @@ def _contradicting(environ: Mapping[str, str], place: Place) -> Iterator[Finding
         yield _wrong(
             f"RANK is {rank}, but {place.launcher} says that this is task {place.rank} of "
             f"{place.world_size}",
-            "RANK was set before the tasks were started, so all have the same: set it within the "
-            "task.",
+            "RANK was set before the tasks were started, so all have the same one: set it within "
+            "the task.",
             "unset RANK",
             about="contradicting",
         )
@@ -227,7 +227,7 @@ class _Leftover(NamedTuple):
     """A variable, its effect, and where it hurts.
 
     Attributes:
-        gpus: The least and the most GPUs on the machine.
+        gpus: Minimum and maximum number of GPUs with which it hurts.
         value: The value that hurts; empty for any that turns it on.
         fabric: Whether it hurts only between nodes with InfiniBand.
     """
@@ -248,7 +248,7 @@ class _Leftover(NamedTuple):
         return self.gpus[1] > 0 and self._is_on(value) and not situation.shared(visible_gpus)
 
     def hurts(self, value: str, situation: Situation) -> bool:
-        """Return whether a value of it slows down or breaks jobs on this machine."""
+        """Return whether this value slows down or breaks jobs on this machine."""
         if self.fabric and situation.options.nnodes < 2:
             return False
         if self.fabric and not names(situation.sys / "class" / "infiniband"):
@@ -414,13 +414,13 @@ def port(situation: Situation) -> Outcome:
         return skipped("node 0 listens, not this one")
     number = endpoint[1] if endpoint else DEFAULT_PORT
     if endpoint is None and options.nnodes == 1 and software.torchrun_picks_a_port():
-        return passed("torchrun takes a free one by itself")
+        return passed("torchrun picks a free one")
     # With several nodes this check listens there itself. Then only look for other processes.
     problem = _bind_error(number) if options.nnodes == 1 else 0
     if problem == errno.EACCES:
         reserved = failure(
             f"this user may not listen on port {number}",
-            evidence=("ports below 1024 are the superuser's",),
+            evidence=("ports below 1024 are reserved for root",),
             fix="Choose a port from 1024 on.",
             paste=_with_port(situation, DEFAULT_PORT),
         )
@@ -443,7 +443,7 @@ def _is_first_node(situation: Situation) -> bool:
 
 
 def _bind_error(number: int) -> int:
-    """Return the error number of listening as torch's store does; 0 if it works."""
+    """Listen as torch's store does. Return the error number; 0 if it works."""
     for family, address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         try:
             with socket.socket(family, socket.SOCK_STREAM) as server:

@@ -25,7 +25,7 @@ T = TypeVar("T")
 # -- name servers
 
 
-MAX_SERVERS = 3  # Name servers that glibc asks (MAXNS of resolv.h)
+MAX_SERVERS = 3  # Maximum number of name servers that glibc asks (MAXNS of resolv.h)
 
 SERVER_TIMEOUT, SERVER_TRIES = 1.5, 2
 
@@ -43,7 +43,7 @@ class NameServer:
 
 
 def ask_servers(situation: Situation, name: str) -> list[NameServer]:
-    """Ask each server for a name. That it does not know the name is an answer as well."""
+    """Ask each server for a name. A reply that the name is unknown counts as an answer."""
     rows = text(situation.proc.parent / "etc" / "resolv.conf").splitlines()
     words = [row.split() for row in rows]
     listed = [each[1] for each in words if len(each) > 1 and each[0] == "nameserver"][:MAX_SERVERS]
@@ -65,7 +65,7 @@ def dead_servers(servers: list[NameServer]) -> str:
 
 
 def server_answers(server: str, name: str, *, port: int = 53) -> bool:
-    """Return whether a name server says anything about a name."""
+    """Return whether a name server sends any answer about a name."""
     labels = [each.encode("ascii", "replace")[:63] for each in name.strip(".").split(".")]
     question = _DNS_HEADER.pack(secrets.randbits(16), _RECURSION, 1, 0, 0, 0)
     question += b"".join(bytes([len(each)]) + each for each in labels if each)
@@ -159,7 +159,7 @@ def full_name(situation: Situation) -> Lookup:
     """Look up this machine's full name, which torchrun uses as MASTER_ADDR.
 
     It comes from the name server or /etc/hosts by the machine's address, and may not resolve. The
-    time is that of both lookups. Without an answer to the host name there is none to this one.
+    time includes both lookups. If the host name gets no answer, neither does this one.
     """
     own = situation.shared(own_name)
     if not own.addresses:
@@ -191,7 +191,7 @@ def endpoint_address(situation: Situation) -> str:
     return found.addresses[0] if found and found.addresses else ""
 
 
-SLOW = 1.0  # Seconds from which a lookup delays a start noticeably
+SLOW = 1.0  # Seconds above which a lookup delays a start noticeably
 
 
 @check("lookups", "DDP008", limit=LOOKUPS_LIMIT)
@@ -240,7 +240,7 @@ def _lookup_findings(
 ) -> Iterator[Finding]:
     if endpoint is not None and not endpoint.addresses and not elsewhere:
         yield failure(
-            f"the rendezvous' host {endpoint.name} does not resolve: {endpoint.problem}",
+            f"the rendezvous host {endpoint.name} does not resolve: {endpoint.problem}",
             evidence=(silent,) if silent else (),
             fix="Repair the name server: the name may be right. Or give its address instead, or "
             "put it into /etc/hosts."
@@ -293,12 +293,12 @@ class Interface:
 
     @property
     def virtual(self) -> bool:
-        """Whether it is a bridge or the like, by which no other machine is reached."""
+        """Whether it is a bridge or the like, which reaches no other machine."""
         return self.name.startswith(VIRTUAL)
 
     @property
     def outward(self) -> bool:
-        """Whether another machine may be reached by it."""
+        """Whether it may reach another machine."""
         reaching = any(not ipaddress.ip_address(each).is_link_local for each in self.addresses)
         return self.running and reaching and not self.loopback and not self.virtual
 
@@ -431,7 +431,7 @@ def _matches(name: str, wanted: str) -> bool:
 
 
 def towards(address: str, among: Iterable[Interface]) -> Interface | None:
-    """Return the interface by which the kernel would send to an address. Nothing is sent."""
+    """Return the interface through which the kernel would send to an address, without sending."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -443,7 +443,7 @@ def towards(address: str, among: Iterable[Interface]) -> Interface | None:
 
 
 def best(among: Iterable[Interface], address: str = "") -> Interface | None:
-    """Return the interface to name in a fix: towards ``address``, else the first outward one."""
+    """Return the interface to name in a fix: towards ``address``, or else the first outward one."""
     here = tuple(among)
     routed = towards(address, here) if address else None
     if routed is not None and routed.outward:
@@ -471,9 +471,9 @@ def export_line(interface: Interface) -> str:
 
 
 def hosts_line(address: str, name: str) -> str:
-    """Return the line that puts a name before what /etc/hosts has of it.
+    """Return the line that puts an address and its name first in /etc/hosts.
 
-    The first line of a name wins. The file is written in place: a container's cannot be replaced.
+    The first entry of a name wins. The file is written in place: a container's cannot be replaced.
     """
     put = """sudo sh -c 'printf "%s\\n" "$1" "$(cat /etc/hosts)" > /etc/hosts' - {}"""
     return typed(put, f"{address} {name}")
@@ -560,7 +560,7 @@ def _wrong_choice(
     return finding(
         problem[0],
         problem[1],
-        evidence=(f"running, with an address, and no bridge: {outward or 'none'}",),
+        evidence=(f"running interfaces with an address, without bridges: {outward or 'none'}",),
         fix=fix if situation.options.nnodes > 1 else "Name an interface of this machine, or none.",
         paste=paste,
         # Without another interface, no other node is reached.
@@ -575,7 +575,7 @@ def _problem(
         named = variable == choice.reason
         hint = ""
         if named and library == "gloo" and choice.problem.startswith(("'^", "'=")):
-            hint = "; gloo takes exact names alone, not NCCL's ^ and ="
+            hint = "; gloo takes only exact names, not NCCL's ^ and ="
         what = f"{variable}: " if named else f"{library} will find no interface: "
         return Severity.ERROR, f"{what}{choice.problem}{hint}"
     if not choice.interfaces:
@@ -604,7 +604,7 @@ LOCAL_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost", "0.0.0.0",
 
 
 def advertised_address(situation: Situation) -> tuple[str, str]:
-    """Return the address at which other nodes dial gloo, and what it was chosen by.
+    """Return the address at which other nodes dial gloo, and what chose it.
 
     The address is empty if gloo would not start. Then the second value is the reason.
     """
@@ -627,8 +627,8 @@ def advertised_address(situation: Situation) -> tuple[str, str]:
 def nccl_address(situation: Situation) -> str:
     """Return the address at which NCCL's ranks find each other, of the first interface it uses.
 
-    Return nothing without a GPU, and if NCCL finds no interface or only the loopback, which another
-    check reports.
+    Return an empty text without a GPU, or if NCCL finds no interface or only the loopback, which
+    another check reports.
     """
     return next(iter(_nccl_addresses(situation)[:1]), "")
 
@@ -653,12 +653,12 @@ MAX_FURTHER = 8
 
 
 def further_addresses(situation: Situation) -> tuple[str, ...]:
-    """Return more addresses that a job uses: of several interfaces that were named, or by NCCL."""
+    """Return the addresses of the interfaces that gloo and NCCL use besides their first one."""
     here = situation.shared(interfaces)
     gloo = gloo_choice(situation.environ, here, situation.shared(own_name).addresses).interfaces
     found = [each.addresses[0] for each in gloo[1:] if each.addresses]
     found += _nccl_addresses(situation)[1:]
-    # A link-local address is known only with its interface.
+    # A link-local address is valid only with its interface.
     usable = (each for each in found if each and not ipaddress.ip_address(each).is_link_local)
     return tuple(dict.fromkeys(usable))[:MAX_FURTHER]
 
@@ -701,7 +701,7 @@ def dialled_at(here: Facts, there: Facts, route: str) -> dict[str, str]:
 
 
 def idle_addresses(here: Facts, there: Facts, route: str) -> list[str]:
-    """Return the addresses of ``there`` in networks that both are in and that a job leaves idle."""
+    """Return the addresses of ``there`` in networks that both share and a job leaves idle."""
     dialled = {*dialled_at(here, there, route).values(), there.gloo_address, there.nccl_address}
     shared = {network for name, network in here.networks if name not in here.down}
     return [
@@ -753,10 +753,10 @@ def is_local(host: str) -> bool:
 
 
 def own_host(situation: Situation) -> str:
-    """Return what the other nodes may call this machine.
+    """Return the name or address at which the other nodes may reach this machine.
 
-    That is its name if it resolves to one of its addresses beyond the loopback, else such an
-    address.
+    That is the host name if it resolves to an address of this machine other than the loopback, or
+    else such an address.
     """
     here = situation.shared(interfaces)
     owners = [owner(each, here) for each in situation.shared(own_name).addresses]

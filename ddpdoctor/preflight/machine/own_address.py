@@ -124,7 +124,7 @@ def _unknown_or_foreign(situation: Situation, found: network.Lookup, wanted: str
 
 ARP_ATTEMPTS = 3
 ARP_TIMEOUT = 0.4  # Seconds for an answer. On a local network it takes less than 1 ms.
-MAX_PACKETS = 1000  # ARP packets of other machines that are read between two attempts
+MAX_PACKETS = 1000  # Maximum number of other machines' ARP packets to read per attempt
 
 _ARP = 0x0806
 _BROADCAST = b"\xff" * 6
@@ -148,7 +148,7 @@ def own_address(situation: Situation) -> Outcome:
 
     How to fix it
         Give each machine its own address: a cloned virtual machine or disk image has the address of
-        its model, and one that was typed in may be in the range that DHCP gives away.
+        its model, and one that was typed in may be in the range that DHCP assigns.
 
     Example
         Wrong: node1 and node2, made from one image, both with 10.0.0.5 in their netplan.
@@ -156,7 +156,7 @@ def own_address(situation: Situation) -> Outcome:
 
     When it stays silent
         In a job on one machine. It is skipped where raw sockets are not allowed (they need root, or
-        CAP_NET_RAW in a container), and on a network that is no Ethernet. A machine in another
+        CAP_NET_RAW in a container), and on a network that is not Ethernet. A machine in another
         network with the same address is found by gloo-addresses.
     """
     if situation.options.nnodes < 2:
@@ -237,7 +237,7 @@ def arp_answers(situation: Situation) -> tuple[ArpAnswer, ...]:
         situation.environ, here, situation.shared(network.own_name).addresses
     ).interfaces
     chosen = {each.name: each for each in (towards, *gloo) if each is not None and each.outward}
-    # Link-local addresses are not dialled (169.254), which are chosen by ARP anyway.
+    # Link-local addresses (169.254) are chosen by ARP anyway, and never dialled.
     return tuple(
         ArpAnswer(interface.name, address, card)
         for interface in chosen.values()
@@ -255,7 +255,7 @@ def _asked(name: str, address: str, cards: frozenset[bytes]) -> str | None:
         own = line.getsockname()[4]
         if len(own) != 6:
             return None
-        # Without a sender's address, so that no machine learns of this one.
+        # Leave out the sender's address, so that no machine learns this one's.
         question = _ARP_PACKET.pack(1, 0x0800, 6, 4, _ARP_REQUEST, own, bytes(4), bytes(6), wanted)
         for _ in range(ARP_ATTEMPTS):
             line.sendto(question, (name, _ARP, 0, 0, _BROADCAST))
@@ -278,7 +278,7 @@ def _asked(name: str, address: str, cards: frozenset[bytes]) -> str | None:
 # -- the neighbour table
 
 
-NEARLY_FULL = 0.9  # The share of the table from which it counts as full
+NEARLY_FULL = 0.9  # Share of used entries from which the table counts as full
 
 
 @check("neighbour-table", "DDP013")
@@ -308,7 +308,7 @@ def neighbour_table(situation: Situation) -> Outcome:
         return skipped("this kernel does not report it (inside a container's network)")
     most, entries = int(limit.read_text()), 0
     try:
-        # The second row's first column, in hexadecimal: every row has the same.
+        # The second row's first column, in hexadecimal: every row has the same value.
         row = (situation.proc / "net" / "stat" / "arp_cache").read_text().splitlines()[1]
         entries = int(row.split()[0], 16)
     except (OSError, ValueError, IndexError):

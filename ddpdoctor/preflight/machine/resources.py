@@ -127,7 +127,7 @@ def _core_findings(situation: Situation, have: float, threads: int) -> Iterator[
 
 
 MEMORY_PER_RANK = 300 * MIB
-"""What a rank holds after importing torch and training a small model on the CPU, measured."""
+"""Bytes that a rank holds after importing torch and training a small model on the CPU, measured."""
 
 MEMORY_PER_CUDA_RANK = 2 * GIB  # The same with CUDA's libraries and a context
 
@@ -262,7 +262,7 @@ def _shared_memory_findings(situation: Situation, size: int, free: int) -> Itera
             f"{folder} has {binary_size(size)} for {ranks}: too small for DataLoader workers and "
             "NCCL",
             evidence=(f"{binary_size(wanted)} is the minimum for {ranks}",),
-            fix="Give it more room: what does not fit ends in a bus error during training.",
+            fix="Give it more room: once it is full, training ends in a bus error.",
             paste=_larger_shared_memory(situation),
         )
     elif size and free < wanted:
@@ -302,10 +302,10 @@ def _files_in(folder: Path) -> Iterator[tuple[int, str, int]]:
 
 
 OPEN_FILES = 256
-"""Files that a rank opens besides its connections: libraries, data, pipes to DataLoader workers."""
+"""Number of files that a rank opens besides connections: libraries, data, pipes to workers."""
 
 THREADS = 64  # Threads that a rank starts: OpenMP, autograd, gloo, NCCL, DataLoader workers
-MIN_LOCKED_MEMORY = 64 * MIB  # What RDMA has to lock in memory at least
+MIN_LOCKED_MEMORY = 64 * MIB  # Minimum bytes that RDMA has to lock in memory
 
 
 @check("limits", "DDP006")
@@ -494,7 +494,7 @@ def written_to(folder: Path) -> tuple[str, int, int]:
     """Write a file, rename it over another one, and remove it.
 
     Returns:
-        What went wrong, if anything, the bytes free, and the inodes free (-1 if unknown).
+        The problem (empty if there is none), the bytes free, and the inodes free (-1 if unknown).
     """
     try:
         facts = os.statvfs(folder)
@@ -564,7 +564,7 @@ def _checkpoint_findings(folder: Path, problem: str, free: int, inodes: int) -> 
 
 
 MIN_TEMPORARY_SPACE = 256 * MIB
-"""What torch.compile, Triton and DataLoader workers need in any case."""
+"""Bytes that torch.compile, Triton and DataLoader workers need in any case."""
 
 
 @check("temporary-dir", "DDP017")
@@ -618,7 +618,7 @@ def temporary_dir(situation: Situation) -> Outcome:
 # -- find ranks of an earlier job that live on without their launcher, and end them
 
 
-YOUNG = 5.0  # Seconds in which a process may have lost its parent because both are just ending
+YOUNG = 5.0  # Age in seconds below which a process may lack its parent because both are ending
 
 _MARKS = ("RANK", "WORLD_SIZE", "MASTER_PORT")
 _LAUNCHER = ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "DDPDOCTOR_RUN_ID")
@@ -636,7 +636,7 @@ class Orphan:
     """A rank without a launcher. Memory is in bytes.
 
     Attributes:
-        started: As `Listed.started`, so that no other process with the same pid is ever meant.
+        started: As `Listed.started`. It distinguishes the process from a later one with its pid.
         age: Seconds since it started.
         ports: The ports on which it listens.
     """
@@ -727,12 +727,12 @@ def _marked(situation: Situation) -> Iterator[tuple[Listed, dict[str, str]]]:
 
 
 def _job_of(environ: dict[str, str]) -> tuple[str, ...]:
-    """Return what the ranks of one job on this machine have in common."""
+    """Return the variables that all ranks of one job on this machine share."""
     return tuple(environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT"))
 
 
 def _attached(process: Listed, marked: dict[int, tuple[Listed, dict[str, str]]]) -> bool:
-    """Return whether a launcher, that is a parent outside of the ranks, is still there."""
+    """Return whether a launcher, that is a parent outside the ranks, is still running."""
     top, seen = process, set()
     while top.parent in marked and top.pid not in seen:
         seen.add(top.pid)
@@ -757,7 +757,7 @@ def _abandoned(situation: Situation, process: Listed) -> bool:
 
 
 def _takes_in(process: Listed) -> bool:
-    """Return whether a process is one that adopts orphans."""
+    """Return whether a process adopts orphans."""
     words = process.words
     name = os.path.basename(words[0]) if words else ""
     if process.pid != 1:
@@ -776,7 +776,7 @@ def _orphan_findings(found: list[Orphan]) -> Iterator[Finding]:
         f"{count(len(found), 'process', 'processes')} of an earlier job "
         f"{'are' if len(found) > 1 else 'is'} still alive without a launcher, with {holds}",
         evidence=tuple(describe_orphan(orphan) for orphan in found[:8]),
-        fix="End them if they are not needed; this asks first (--yes: it does not).",
+        fix="End them if they are not needed. This asks first, unless --yes is given.",
         paste="ddpdoctor check --kill-orphans",
     )
 

@@ -42,7 +42,7 @@ _SEARCHED = frozenset({"path", "modules", "meta_path", "path_hooks"})
 _CHANGING = frozenset({"rootutils", "pyrootutils"})
 """Packages whose purpose is to change ``sys.path``."""
 
-MAX_MODULES = 200  # Modules of the project whose imports are read
+MAX_MODULES = 200  # Maximum number of the project's modules whose imports are read
 _LEVELS = 4  # How many directories above the script are searched for a missing module
 
 
@@ -180,7 +180,7 @@ _OWN = frozenset({
     "helper", "helpers", "layers", "lib", "loss", "losses", "metrics", "misc", "model", "models",
     "modules", "networks", "nets", "src", "tools", "train", "trainer", "util", "utils",
 })  # fmt: skip
-"""Names that projects give to their own modules. On PyPI they are something else."""
+"""Names that projects give to their own modules. On PyPI they are other packages."""
 
 
 @check("script", "DDP016")
@@ -303,7 +303,7 @@ def _examined(path: Path, source: bytes, folder: Path) -> Outcome:
 
 
 def _misuse(path: Path) -> list[Finding]:
-    """Return the errors that `ddpdoctor lint` finds. They are no fault of the machine."""
+    """Return the errors that `ddpdoctor lint` finds. They are not faults of the machine."""
     try:
         found = job.errors(str(path))
     except Exception:
@@ -321,7 +321,7 @@ def _missing_inside(modules: list[str], folder: Path) -> list[tuple[Path, Import
             try:
                 tree = ast.parse(opening.contents(path, opening.MOST_PARSED, links=True))
             except (OSError, SyntaxError, ValueError, RecursionError):
-                # What does not parse here may be written for another Python.
+                # A module that does not parse may be written for another Python.
                 continue
             for each in imports_of(tree, folder).certain:
                 if each.module not in seen:
@@ -386,7 +386,7 @@ def installed_torch() -> Torch | None:
 
 @cache
 def torchrun_picks_a_port() -> bool:
-    """Return whether torchrun picks a free port on one machine if none is given, and not 29500.
+    """Return whether, on one machine, torchrun picks a free port by default instead of 29500.
 
     Since torch 2.13 it turns its static rendezvous into one at ``localhost:0``.
     """
@@ -414,7 +414,7 @@ class Versions:
 
 
 def versions(situation: Situation) -> Versions:
-    """Read what is installed from files and from the driver. torch is not imported."""
+    """Read the installed versions from files and from the driver, without importing torch."""
     torch = installed_torch()
     facts = situation.shared(gpu_facts)
     return Versions(

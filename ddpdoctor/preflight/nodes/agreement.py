@@ -44,8 +44,8 @@ def agreement(meeting: Meeting) -> Outcome:
         different numbers of ranks (a warning: it works, but is rarely intended).
 
     Why it is bad
-        torchrun takes the second node with a rank for the first one, or waits for a node that never
-        comes. No node prints anything.
+        torchrun mistakes the second node with a rank for the first one, or waits for a node that
+        never comes. No node prints anything.
 
     How to fix it
         Use the same command on every node and change only `--node-rank`. Under Slurm, use
@@ -87,7 +87,7 @@ def _option_findings(meeting: Meeting) -> Iterator[Finding]:
     if by_rank and any(node.facts.rank is None for node in meeting.nodes):
         without = [i for i, node in enumerate(meeting.nodes) if node.facts.rank is None]
         yield failure(
-            f"{meeting.hosts(without)} came without --node-rank, the others with one",
+            f"{meeting.hosts(without)} was started without --node-rank, the others with it",
             fix="Give --node-rank on every node, or (with --rdzv-backend c10d) on none. On "
             f"{meeting.host(without[0])}:",
             paste=_line(meeting, without[0], rank=free_rank),
@@ -117,7 +117,7 @@ def _number_findings(meeting: Meeting, by_rank: Collection[int]) -> Iterator[Fin
         yield warning(
             f"the nodes have different numbers of ranks: {', '.join(map(str, sorted(counts)))}",
             evidence=_each(meeting, listed, "--nproc-per-node"),
-            fix="Give --nproc-per-node the same value on every node, unless that is intended. On "
+            fix="Give --nproc-per-node the same value on every node, unless this is intended. On "
             f"{meeting.host(odd[0])}:",
             paste=_line(meeting, odd[0], nproc=usual),
             about="nproc",
@@ -126,7 +126,7 @@ def _number_findings(meeting: Meeting, by_rank: Collection[int]) -> Iterator[Fin
 
 
 def _line(meeting: Meeting, index: int, *, nproc: int | None = None, **changed: int) -> str:
-    """Return the line that starts the check on a node, with what has to be changed."""
+    """Return the line that starts the check on a node, with these changes."""
     facts = meeting.nodes[index].facts
     own = replace(meeting.place, nnodes=facts.nnodes, rank=facts.rank)
     return check_line(own, nproc or facts.nproc, **changed)
@@ -226,7 +226,7 @@ def clocks(meeting: Meeting) -> Outcome:
 
 DRIVER = "nvidia-smi --query-gpu=driver_version --format=csv"
 
-SAID_VERSIONS = 3  # With more versions than these besides the usual one, only their number is shown
+SAID_VERSIONS = 3  # Maximum number of unusual versions to name; the rest are only counted
 
 
 @across_nodes(
@@ -249,7 +249,7 @@ def node_versions(meeting: Meeting) -> Outcome:
     Why it is bad
         Different NCCL versions fail with "unhandled system error" or hang. Different torch versions
         may split gradients into different buckets: wrong sums or a hang. An NCCL algorithm that is
-        set on one node only is a hang.
+        set on one node only causes a hang.
 
     How to fix it
         Use the same environment on every node: one container image or one lock file.
@@ -336,7 +336,7 @@ def _setting_findings(meeting: Meeting) -> Iterator[Finding]:
             evidence=tuple(
                 f"{value}: {meeting.hosts(indices)}" for value, indices in sorted(groups.items())
             )[:8],
-            fix="Set it alike on every node, or on none.",
+            fix="Set it to the same value on every node, or on none.",
             paste=typed("export {}={}", name, usual)
             if usual != "not set"
             else typed("unset {}", name),
@@ -356,7 +356,7 @@ def same_code(meeting: Meeting) -> Outcome:
     What it finds
         If a script is given (`ddpdoctor check ... -- train.py`): a script that differs between
         nodes or is missing on one, a different commit of its git repository, or different
-        uncommitted changes in tracked files. In a run also Python files beside the script.
+        uncommitted changes in tracked files. In a run also Python files next to the script.
 
     Why it is bad
         Ranks that run different code call different collectives. The job hangs, or it trains and
@@ -511,6 +511,6 @@ def _folder_findings(meeting: Meeting, test: Folder, writer: int, folder: str) -
     unasked = [index for index in range(len(meeting.nodes)) if index not in test.asked]
     if unasked:
         yield note(
-            f"{meeting.hosts(unasked)} came without --checkpoint-dir, and did not look",
+            f"{meeting.hosts(unasked)} did not look, for lack of --checkpoint-dir",
             about="unasked",
         )

@@ -77,8 +77,8 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
         # No line to paste omits the id: without one the meeting is open to anybody.
         return _unreached(
             f"the check at {at} is of another job: it has another rendezvous id",
-            "If it is this job's, give --rdzv-id the same value on every node. If it is another "
-            "one's, choose another port, on every node; here:",
+            "If it is this job, give --rdzv-id the same value on every node. Otherwise choose "
+            "another port, on every node; here:",
             check_line(place, nproc, port=port + 1 if port < 65535 else port - 1),
             f"the rendezvous id here is {place.rdzv_id!r}",
         )
@@ -272,7 +272,7 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
     if problem.kind == "no route":
         return _unreached(
             f"{at} cannot be reached: {problem.words}",
-            "This machine has no route to it: name an endpoint in a network that both have.",
+            "This machine has no route to it: name an endpoint in a network that both share.",
             typed("ip route get {}", problem.address),
         )
     if problem.kind == "prohibited":
@@ -410,7 +410,7 @@ def _rejected_calls(meeting: Meeting) -> list[str]:
         return []
     who = listed([f"{each.host} {each.address}".strip() for each in rejected], 3)
     were = "was" if calls == 1 else "were"
-    return [f"{count(calls, 'call')} with another rendezvous id, or none {were} turned away: {who}"]
+    return [f"{count(calls, 'call')} with another rendezvous id, or none, {were} rejected: {who}"]
 
 
 def _absent(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
@@ -535,7 +535,7 @@ def _caller_findings(meeting: Meeting, situation: Situation) -> Iterator[Finding
         alike = [each for each in blocked if each.kind == kind]
         own = meeting.nodes[0].address
         if is_loopback(own):
-            # No other node came, which would have said where it reaches this one.
+            # No other node came that could report the address at which it reaches this one.
             towards_it = best(situation.shared(interfaces), alike[0].address)
             own = towards_it.addresses[0] if towards_it else alike[0].address
         yield _blocked(meeting, kind, alike, own)
@@ -567,7 +567,7 @@ def _caller_findings(meeting: Meeting, situation: Situation) -> Iterator[Finding
 
 
 def _blocked(meeting: Meeting, kind: str, callers: Sequence[Caller], node_0: str) -> Finding:
-    """Return the finding that nodes reported why they cannot connect to node 0, at an address."""
+    """Return the finding of nodes that reported why they cannot connect to node 0's address."""
     ranks = ["" if each.rank is None else f"node {each.rank}, " for each in callers]
     who = listed(
         [f"{each.host} ({rank}{each.address})" for each, rank in zip(callers, ranks, strict=True)]

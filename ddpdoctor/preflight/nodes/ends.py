@@ -66,7 +66,7 @@ def _dials(meeting: Meeting, way: Way) -> set[str]:
 
 @dataclass(frozen=True)
 class End:
-    """The interface by which a node would reach an address; without a name if it has none.
+    """The interface by which a node would reach an address; unnamed if the node has none.
 
     The state is ``down``, ``bare`` without an address, ``apart`` in another network, or ``up``.
     """
@@ -97,12 +97,12 @@ def end_of(meeting: Meeting, index: int, address: str, name: str) -> End:
 
 @dataclass(frozen=True)
 class Fault:
-    """What explains failed connections of a network.
+    """A cause of failed connections in a network.
 
     Attributes:
         kind: ``choice`` of an address that only its own machine reaches, an interface that is
             ``down`` or ``bare``, or else a ``link``.
-        node: The node at fault, or of a connection between two the one that is dialled.
+        node: The node at fault; for a single connection, the node that is dialled.
         end: The interface at fault.
         blame: The connections.
     """
@@ -145,7 +145,7 @@ def _seen(meeting: Meeting, way: Way, address: str) -> Seen | None:
     own, far = (end_of(meeting, index, address, name) for index in (j, i))
     if name.startswith(VIRTUAL) or i in with_address(meeting, j, address):
         return "choice", j, own
-    # An own end without an address is one that has a link-local address alone.
+    # An own end counts as without an address if it has only a link-local one.
     for node, end in ((j, own), (i, far)):
         if end.state == "down" or end.state == "bare":
             return end.state, node, end

@@ -550,7 +550,7 @@ def _name_findings(meeting: Meeting) -> Iterator[Finding]:
 
 
 def _gloo_findings(meeting: Meeting) -> Iterator[Finding]:
-    """Yield what is wrong with the addresses, at most one finding of each node at fault."""
+    """Yield findings about the addresses, at most one per node at fault."""
     seen: set[str] = set()
     for network in networks(meeting):
         for fault in faults(meeting, network):

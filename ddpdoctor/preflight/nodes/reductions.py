@@ -41,7 +41,7 @@ def across_nodes(
 ) -> Callable[[Callable[[Meeting], Outcome]], Run]:
     """Register a check that judges the meeting of all nodes, and needs another node to be there.
 
-    It passes only if it tested all that it counts: no ``3 of 4 ranks`` is a pass.
+    It passes only if everything that it counts was tested: ``3 of 4 ranks`` is not a pass.
     """
 
     def register(of: Callable[[Meeting], Outcome]) -> Run:
@@ -49,7 +49,7 @@ def across_nodes(
         @wraps(of)
         def run(situation: Situation) -> Outcome:
             meeting = meeting_of(situation)
-            # Without the check of attendance, a test of nothing would look like a good one.
+            # Without the check of attendance, a test of nothing would look like a pass.
             untested = skipped if _runs(situation, ATTENDANCE) else could_not_run
             if meeting.problem is not None:
                 return untested("this node did not meet the others")
@@ -80,7 +80,7 @@ def _short(detail: str) -> bool:
 
 
 def _unless_reported(situation: Situation, outcome: Outcome, checks: Iterable[str]) -> Outcome:
-    """Return that a test was skipped, if one of these checks reports the reason; else report it."""
+    """Return a skipped outcome if one of these checks reports the reason. Otherwise report it."""
     for other in (CHECKS[name].run(situation) for name in checks if _runs(situation, name)):
         found = any(each.severity > Severity.INFO for each in other.findings)
         if found or other.status is Status.COULD_NOT_RUN:
@@ -95,7 +95,7 @@ def _unless_reported(situation: Situation, outcome: Outcome, checks: Iterable[st
 
 
 def of_all(meeting: Meeting) -> str:
-    """Say how many nodes were tested."""
+    """Return the number of tested nodes in words."""
     return count(len(meeting.nodes), "node")
 
 
@@ -118,7 +118,7 @@ Way = tuple[int, int]  # From one node to another, by index
 
 @dataclass(frozen=True)
 class Blame:
-    """What a set of bad connections has in common.
+    """The common cause of a set of bad connections.
 
     Attributes:
         kind: ``into``: all connections to the node are bad; ``out of``: all from it; ``both``;
@@ -133,7 +133,7 @@ class Blame:
 
     @property
     def about(self) -> str:
-        """What makes it the same finding on every node."""
+        """The key that makes it the same finding on every node."""
         return f"{self.kind} {self.ways[0]}"
 
     def words(
@@ -143,7 +143,7 @@ class Blame:
         out: str = "on the way from",
         both: str = "to and from",
     ) -> str:
-        """Describe the connections. The words stand before a node that they share."""
+        """Describe the connections. The words precede a node that they share."""
         node = meeting.name(self.node)
         source, target = (meeting.name(index) for index in self.ways[0])
         return {
@@ -165,7 +165,7 @@ class Blame:
         return tuple(meeting.host(index) for index in ends)
 
     def hosts(self, meeting: Meeting) -> str:
-        """Return the same in words."""
+        """Return these host names in words."""
         return " and ".join(self.nodes(meeting))
 
     @property
@@ -175,7 +175,7 @@ class Blame:
 
 
 def blame(bad: Iterable[Way], tested: Iterable[Way]) -> list[Blame]:
-    """Find what explains bad connections: a node whose column or row is bad, else each by itself.
+    """Explain bad connections by nodes whose column or row is bad, and the others one by one.
 
     With two nodes a row, a column and a connection are the same. It is reported as a connection.
     """
@@ -225,7 +225,7 @@ def bad_ways(meeting: Meeting, kind: str) -> dict[Way, Dialled]:
 
 
 def short_of_files(meeting: Meeting) -> set[int]:
-    """Return the nodes that could not dial for lack of files."""
+    """Return the nodes that could not dial because they could open no more files."""
     return {i for i, _, _, result in meeting.report.bad if result.outcome == "no files"}
 
 
@@ -263,7 +263,7 @@ MAX_RANKS = 64  # With more ranks an all_reduce of a few MiB waits for the many 
 def capacity(meeting: Meeting, nodes: Sequence[int]) -> tuple[str, float]:
     """Return the slowest link that a group of nodes reduces over, and its bytes per second.
 
-    That is within the node for a single one, else between nodes. Return why and 0 if unknown.
+    For a single node that is a link inside it. Return the reason and 0 if the speed is unknown.
     """
     facts = [meeting.nodes[index].facts for index in nodes]
     links = [each.inside if len(facts) == 1 else each.outside for each in facts]
@@ -279,7 +279,7 @@ def rate(speed: float) -> str:
 
 
 def _without_torch(cause: Finding, effect: Finding) -> bool:
-    """Return whether ranks did not reduce, or not import torch, where it is not the same torch."""
+    """Return whether ranks failed to reduce or to import torch because their torch differs."""
     hit = effect.about == "import" or UNREDUCED in effect.subjects
     return hit and cause.about == "torch" and relations.certain(cause, effect)
 
@@ -299,7 +299,7 @@ def gloo_reduction(meeting: Meeting) -> Outcome:
     """An all_reduce over all ranks of all nodes fails, hangs, or gives a wrong result.
 
     What it finds
-        As many ranks as the job will have, on every node, with the real torch: a store at the
+        Runs as many ranks as the job will have, on every node, with the real torch: a store at the
         rendezvous port, gloo in the environment as it is, all_reduce and broadcast with exact
         results, within 20 s. Skipped if another check already knows why it would hang. Also a bus
         bandwidth (as nccl-tests define it, the best of several sizes) below a fifth of what one TCP
@@ -321,8 +321,8 @@ def gloo_reduction(meeting: Meeting) -> Outcome:
 
     When it stays silent
         If every rank got the right result. If there was too little time, with busy cores or slow
-        name lookups, it could not run, which is no error. The bus bandwidth is not compared if a
-        node's cores were busy or with more than 64 ranks; the output says so.
+        name lookups, the check could not run. The bus bandwidth is not compared if a
+        node's cores were busy or there are more than 64 ranks; the output says so.
     """
     test = meeting.report.reduction
     if test.unready:
@@ -361,7 +361,7 @@ def _unready(meeting: Meeting, test: Reduction) -> Outcome:
         )
     wrong = failure(
         f"torch cannot be imported on {meeting.hosts(broken)}",
-        fix=f"See what Python says. On {meeting.host(broken[0])}:",
+        fix=f"Read Python's error. On {meeting.host(broken[0])}:",
         paste="python -c 'import torch.distributed'",
         about="import",
         nodes=tuple(map(meeting.host, broken)),
@@ -390,7 +390,7 @@ def _too_little_time(meeting: Meeting, test: Reduction) -> str:
 
 
 def _why_not_compared(test: Reduction, least: float) -> str:
-    """Return why gloo's speed says nothing about the network; empty if it does."""
+    """Return why gloo's speed does not show the network's; empty if it does."""
     if not least:
         return "no link was measured"
     if test.world > MAX_RANKS:
@@ -407,9 +407,9 @@ def _slow_gloo(meeting: Meeting, bus: float, least: float) -> Finding:
     }
     return warning(
         f"gloo moves {rate(bus)} between the nodes, far less than the {rate(least)} of one "
-        "connection of TCP",
+        "TCP connection",
         evidence=tuple(sorted(addresses))[:8],
-        fix="Let gloo use the interface that the nodes reach each other by, in the job's "
+        fix="Let gloo use the interface by which the nodes reach each other, in the job's "
         "environment on every node (its name may differ):",
         paste=typed("export GLOO_SOCKET_IFNAME={}", interface(meeting, 0)[0] or "eth0"),
         about="bus",
@@ -516,7 +516,7 @@ def nccl_reduction(meeting: Meeting) -> Outcome:
 
 
 def _slow_nccl(meeting: Meeting, nccl: NcclReport) -> Iterator[Finding]:
-    """Report the first stage that is far slower than its links. Later ones use the same."""
+    """Report the first stage that is far slower than its links. Later stages use the same links."""
     for stage in nccl.stages:
         slow = [
             (nodes, bus, link)
@@ -551,7 +551,7 @@ def _failed_nccl(meeting: Meeting, nccl: NcclReport, world: int) -> Iterator[Fin
     if failed is None:
         if missing and not nccl.untested:
             yield failure(
-                f"NCCL's test was not ended by {missing} of {world} ranks",
+                f"NCCL's test was not finished by {missing} of {world} ranks",
                 fix=OWN_WORDS[0],
                 paste=OWN_WORDS[1],
                 about="ranks",

@@ -1,1 +1,1 @@
-"""How the nodes of a job meet and what they try on each other; the checks in ``nodes`` judge it."""
+"""How the nodes of a job meet and test each other. The checks in ``nodes`` judge the results."""

@@ -58,22 +58,22 @@ POLL_INTERVAL = 0.5
 DISAGREEING_WAIT = 3.0
 """Seconds for more nodes after the last one, once it is known that their options differ."""
 
-MAX_REJECTED = 32  # Callers with another id that are remembered. All are counted.
+MAX_REJECTED = 32  # Maximum number of remembered callers with another id. All are counted.
 SEGMENT = 536  # Bytes of payload per packet between the coordinator and the nodes
 
 
 @dataclass
 class Member:
-    """A node that is here.
+    """A node that is connected.
 
     Attributes:
-        address: Where its connection comes from.
+        address: The address from which it connected.
         reached: The address of this machine that it reached.
         called: The address that it called, which differs if it is translated on the way.
         offset: Seconds by which the coordinator's clock is ahead of the node's.
         uncertainty: Half a round trip of that estimate, in seconds.
         lost: The phase in which it went away; empty while it is here. ``why`` is the reason.
-        late: Whether it is still connected, and only gave no answer in time.
+        late: Whether it only failed to answer in time, and is still connected.
     """
 
     link: Link
@@ -98,7 +98,7 @@ class Coordinator:
         self.token = secrets.token_hex(16)
         self.members: list[Member] = []
         self.rejected: list[Caller] = []
-        self.rejected_calls = 0  # How many calls came without a proof
+        self.rejected_calls = 0  # Number of calls without a proof
         self.surplus: list[Caller] = []
         self.blocked: list[Caller] = []
         self.callers = False  # Whether another machine has called
@@ -116,7 +116,7 @@ class Coordinator:
         self._notices: asyncio.BaseTransport | None = None
 
     async def open(self) -> None:
-        """Begin to listen, at a spare port as well if one is free."""
+        """Start listening, at a spare port as well if one is free."""
         await self._serve(self._listening)
         self._port = self._listening.getsockname()[1]
         self._notices = await hear_notices(self._port, self._key, self._notice)
@@ -126,7 +126,7 @@ class Coordinator:
                 break
 
     def _notice(self, hello: Hello, address: str) -> str:
-        """Remember why a node does not get through. Return whether its calls do arrive."""
+        """Remember why a node cannot connect. Return `HALF_OPEN` if its calls do arrive."""
         unheard = address in half_open(self._port)
         if hello.blocked and self.gathering:
             kind = "unanswered" if unheard and hello.blocked == "dropped" else hello.blocked
@@ -153,26 +153,26 @@ class Coordinator:
                 await asyncio.wait_for(self._complete.wait(), POLL_INTERVAL)
             numbers = {self._nnodes, *(member.facts.nnodes for member in self.members)}
             if len(numbers) > 1:
-                # All have to be started again, so it is enough to know who is there.
+                # All nodes have to be started again, so it is enough to know which are there.
                 here = len(self.members) + len(self.surplus)
                 late = time.monotonic() > self._last_arrival + DISAGREEING_WAIT
                 if late or here >= max(numbers):
                     break
                 await asyncio.sleep(POLL_INTERVAL)
             elif len(self.members) + len(self.blocked) >= self._nnodes:
-                # All are here, or have reported that they do not get through.
+                # All are here, or have reported that they cannot connect.
                 break
         self._gathered.set()
         # A watch holds the reading side of its connection until it has ended.
         await asyncio.gather(*self._watches)
-        # With c10d, torchrun goes by the names in place of the node ranks.
+        # With c10d, torchrun orders the nodes by name, not by node rank.
         self.members.sort(
             key=lambda each: (each.facts.master, each.facts.rank is None, each.facts.rank or 0)
         )
         return self.members
 
     def give_up(self) -> None:
-        """Wait for no more nodes: the endpoint does not lead here."""
+        """Stop waiting for nodes, because the endpoint does not lead here."""
         self._given_up = True
 
     def free_port(self) -> None:
@@ -192,7 +192,7 @@ class Coordinator:
     async def ask(
         self, orders: Mapping[int, Order], phase: str, seconds: float
     ) -> dict[int, Answer]:
-        """Send orders to several nodes at once. Return the answers that came, by the node's index.
+        """Send orders to several nodes at once. Return the answers by the nodes' indices.
 
         The phase is reported for a node that goes away.
         """
@@ -224,8 +224,8 @@ class Coordinator:
     async def send_all(self, order: Order, seconds: float) -> None:
         """Send the last order to all nodes, and wait until they have it.
 
-        If this process ended sooner, what is not sent yet would be lost: nodes without the report
-        would say that node 0 went away.
+        If this process ended sooner, unsent data would be lost, and nodes without the report would
+        say that node 0 went away.
         """
         data = wire.packed(order)
 
@@ -300,7 +300,7 @@ class Coordinator:
             message = await link.receive(HELLO_TIMEOUT * self._scale)
             hello = unpacked(Hello, message)
             if hello.blocked:
-                # It came by the spare port, because it finds the rendezvous port closed.
+                # It came through the spare port, because it finds the rendezvous port closed.
                 caller = replace(caller, rank=hello.rank, kind=hello.blocked)
                 self.blocked = [*_without(self.blocked, caller), caller]
                 return None
@@ -341,7 +341,7 @@ class Coordinator:
 
 
 def _without(callers: list[Caller], caller: Caller) -> list[Caller]:
-    """Return the callers of other machines than this one's."""
+    """Return the callers without those on the machine of ``caller``."""
     own = (caller.host, caller.address)
     return [each for each in callers if (each.host, each.address) != own]
 
@@ -368,16 +368,16 @@ def _plain(name: Any) -> str:
 
 
 SMALL_SEGMENTS = (536, 1160, 1240, 1360, 1410)
-"""Bytes of payload per packet that are tried if 64 KiB stalled. Packets have 40 bytes more."""
+"""Bytes of payload per packet to try if 64 KiB stalled. Packets are 40 bytes larger."""
 
 TIMES_ALONE = 5
 TIMES_IDLE = 2  # How often a slow link is measured again before others are called faster
 
-MAX_SUSPECTS = 16  # Slow links that are measured again, alone
+MAX_SUSPECTS = 16  # Maximum number of slow links to measure again, alone
 REDUCTION_TIMEOUT = 20.0  # Seconds for gloo to connect all ranks and reduce
 
 STAGE_TIMEOUT, STAGE_TIMEOUT_RANK = 20.0, 0.01
-"""Seconds for NCCL to connect a set of ranks and reduce, and more for each rank of the job."""
+"""Seconds for NCCL to connect a set of ranks and reduce, and those added per rank of the job."""
 
 VERDICT_TIMEOUT = 10.0
 """Seconds for the checks of all machines to end, once everything else is known."""
@@ -387,7 +387,7 @@ END_TIMEOUT = 10.0  # Seconds for the report to reach all nodes
 STARVED_RANKS = "not all ranks could import torch: for lack of CPU, no link can be judged"
 """Importing torch keeps the cores busy, and links look slow."""
 
-MAX_SETS = 64  # Sets of nodes of one stage whose bus bandwidth is reported: the slowest
+MAX_SETS = 64  # Maximum number of node sets reported per stage: those with the lowest bus bandwidth
 
 DialCell = tuple[int, int, str]
 """The dialling node, the dialled node, and which address: ``route``, ``gloo`` or ``nccl``."""
@@ -418,7 +418,7 @@ class Phases:
         return self.deadline - time.monotonic()
 
     async def run(self, gather_until: float) -> None:
-        """Gather the nodes, test what lies between them, and send all of them the same report."""
+        """Gather the nodes, test the links between them, and send all of them the same report."""
         here, began = self.coordinator, time.monotonic()
         members = await here.gather(gather_until)
         gathered = round(time.monotonic() - began, 3)
@@ -427,7 +427,7 @@ class Phases:
         self.lost_names = await self._lost_names()
         dials = await self._dials()
         reason, reported = self._why_no_reduction(dials)
-        # Importing torch keeps the cores busy, and would be taken for a slow link.
+        # Importing torch keeps the cores busy, which would look like a slow link.
         unready = await self._settle(needed=not reason)
         if any(why == LATE for _, why, _ in unready):
             speed = Speeds(untested=STARVED_RANKS)
@@ -545,7 +545,7 @@ class Phases:
     async def _settle(self, *, needed: bool) -> list[tuple[int, str, float]]:
         """Wait until the ranks have imported torch. Return the nodes without torch, and why."""
         left = self._left() - self.soak
-        # Half of a short time limit is for the import, and half for what comes after it.
+        # Half of a short time limit is for the import, and half for the tests after it.
         limit = max(1.0, left - REDUCTION_TIMEOUT * self.scale, left / 2)
         order = Order("settle", needed=needed, limit=limit)
         answers = await self.coordinator.ask_all(order, "importing torch", limit + 5)
@@ -645,7 +645,7 @@ class Phases:
         return Folder(asked, "", seen, tuple(answers[index].listing for index in sorted(answers)))
 
     def _why_no_reduction(self, dials: Mapping[DialCell, Dialled]) -> tuple[str, tuple[str, ...]]:
-        """Return why a reduction would only hang, and the checks that report it; empty if none."""
+        """Return why a reduction would hang, and the checks that report it; empty if it works."""
         members = self._members
         facts = [member.facts for member in members]
         ranks = [each.rank for each in facts if each.rank is not None]
@@ -723,7 +723,7 @@ class Phases:
         )
 
     def _targets(self, source: int, target: int) -> dict[str, Target]:
-        """Return where a node dials another, by the kind of the address."""
+        """Return the addresses at which a node dials another, by kind."""
         here, there = self._members[source], self._members[target]
         address, _ = self._addresses(there)
         if self._is_here(there) and not self._is_here(here) and here.reached in _own(there):
@@ -736,7 +736,7 @@ class Phases:
         return is_loopback(member.address) and member.facts.machine == self.machine
 
     def _addresses(self, member: Member) -> tuple[str, str]:
-        """Return where the others dial a node, and where it is seen if that is no address of it."""
+        """Return the address to dial a node at, and the one it is seen at if not its own."""
         own, seen, reached = _own(member), member.address, ""
         away = [each for each in self._members if not self._is_here(each)]
         if self._is_here(member) and away:
@@ -755,7 +755,7 @@ class Phases:
 
 
 def _own(member: Member) -> tuple[str, ...]:
-    """Return a node's addresses beyond the loopback, those that lead only to its own link last."""
+    """Return a node's addresses except the loopback, the link-local ones last."""
     found = [each for _, _, addresses in member.facts.interfaces for each in addresses]
     return tuple(sorted(found, key=lambda each: each.startswith(("fe80:", "169.254."))))
 

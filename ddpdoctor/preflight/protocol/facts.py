@@ -31,8 +31,8 @@ from ddpdoctor.preflight.situation import (
 )
 
 NVLINK = 20e9
-"""Bytes per second that a link of any NVLink generation carries one way, or more: 20 GB/s in the
-first, 25 in the second to fourth, 50 in the fifth."""
+"""Minimum bytes per second of an NVLink, one way: 20 GB/s in the first generation, 25 in the second
+to fourth, 50 in the fifth."""
 
 PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 """Bytes per second of one lane, one way, by the PCIe generation."""
@@ -71,7 +71,7 @@ def intra_node_capacity(situation: Situation) -> LinkCapacity:
 
 
 def inter_node_capacity(situation: Situation) -> LinkCapacity:
-    """Return the link to other nodes that NCCL will use: InfiniBand or RoCE, else a socket."""
+    """Return the link to other nodes that NCCL will use: InfiniBand or RoCE, or else a socket."""
     if situation.environ.get("NCCL_IB_DISABLE", "0") in ("", "0"):
         ports = sorted(_fabric_ports(situation.sys), key=lambda port: port.speed)
         if ports:
@@ -83,7 +83,7 @@ def inter_node_capacity(situation: Situation) -> LinkCapacity:
 
 
 def _fabric_ports(sys: Path) -> Iterator[LinkCapacity]:
-    """Yield the active ports of InfiniBand and RoCE. NCCL uses EFA only by a plugin."""
+    """Yield the active ports of InfiniBand and RoCE. NCCL uses EFA only through a plugin."""
     for port in sorted((sys / "class" / "infiniband").glob("*/ports/*")):
         # "4: ACTIVE"; "200 Gb/sec (4X HDR)"
         kind = {"InfiniBand": "InfiniBand", "Ethernet": "RoCE"}.get(text(port / "link_layer"))
@@ -115,7 +115,7 @@ def interface_speed(sys: Path, name: str) -> LinkCapacity:
 # -- facts
 
 
-NO_LINK = ("no GPU", 0.0)  # The links of a node without GPUs, which has no use for NCCL
+NO_LINK = ("no GPU", 0.0)  # The links of a node without GPUs, which does not use NCCL
 
 _VARIABLE_PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_", "TORCH_CPP_LOG_LEVEL")
 
@@ -169,7 +169,7 @@ def gather_facts(situation: Situation, place: NodePlace, pair_port: int, *, redu
 
 
 def _interface_facts(situation: Situation) -> dict[str, Any]:
-    """Return what the facts hold of this machine's interfaces."""
+    """Return the facts about this machine's interfaces."""
     found = situation.shared(network.interfaces)
     known = [each for each in found if wire.fits(each.name, wire.Interface)]
     here = [each for each in known if not each.loopback]
@@ -186,7 +186,7 @@ def _interface_facts(situation: Situation) -> dict[str, Any]:
 
 
 def _announced(situation: Situation, place: NodePlace) -> str:
-    """Return the MASTER_ADDR that torchrun makes on this node; empty if it takes the endpoint's."""
+    """Return the MASTER_ADDR that torchrun sets on this node; empty if it uses the endpoint's."""
     if not place.elastic:
         return ""
     return shown(place.local_addr or situation.shared(network.full_name).name)
@@ -214,7 +214,7 @@ GIT_TIMEOUT = 5.0  # Seconds for git. A large repository on a slow file system i
 def script_and_commit(situation: Situation) -> tuple[str, str, str, str]:
     """Return the script's name, its hash, its commit and a hash of the changes since.
 
-    What is unknown is empty. Nothing is imported or run.
+    Unknown values are empty. Nothing is imported or run.
     """
     options = situation.options
     if not options.script or options.module:

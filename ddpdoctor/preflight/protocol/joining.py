@@ -1,4 +1,4 @@
-"""Call the coordinator until it is there, or until it is clear why it is not.
+"""Call the coordinator until it answers, or until it is clear why it does not.
 
 One call connects, proves the id and compares the clocks. Nodes are started seconds apart, so for
 half a minute it is normal that nothing listens at the endpoint or that its machine does not answer.
@@ -50,7 +50,7 @@ CLOCK_QUESTIONS = 8
 Kind = Literal[
     Closed,
     "unresolved",  # the endpoint's name is not known here
-    "silent",  # connected, but nothing was said
+    "silent",  # connected, but nothing was received
     "other service",  # connected to something that is not a coordinator
     "other id",  # a coordinator with another rendezvous id, most likely of another job
     "late",  # a coordinator that went on without this node
@@ -60,7 +60,7 @@ Kind = Literal[
 ]
 
 FINAL_KINDS: frozenset[Kind] = frozenset({"other id", "late", "full"})
-"""Problems that another try does not change."""
+"""Problems that another try would not solve."""
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class Problem:
 
     Attributes:
         address: The address of the endpoint that was called; empty if there is none.
-        words: More for a person: the kernel's message, or who is there already.
-        sender: Who rejected the call by ICMP, if anybody did.
+        words: Details for the user: the kernel's message, or the nodes that are there already.
+        sender: The address that rejected the call by ICMP, if any.
         answering: A port at which the machine does answer; 0 if none is known.
         echoes: Whether the machine answers a ping.
         here: The host names of the nodes that are there already.
         spare: The spare port at which the coordinator answers; 0 if it does not.
         by_udp: Whether it answers by UDP.
-        unheard: Whether it hears this node's calls, and its answers do not arrive.
+        unheard: Whether it receives this node's calls, but its answers do not arrive.
         behind: The coordinator's own address, if the call ended at another one.
         waited: Seconds until this was clear.
     """
@@ -144,7 +144,7 @@ async def call_once(address: str, port: int, key: bytes, hostname: str) -> Call:
 
 async def _introduce(link: Link, address: str, key: bytes, hostname: str) -> Call:
     line = b""
-    # SSH says less than a coordinator, and then waits as well.
+    # SSH sends less than a coordinator does, and then waits as well.
     with contextlib.suppress(OSError), wire.ProcessClock() as clock:
         while len(line) < wire.GREETING_BYTES and not line.endswith(b"\n"):
             reading = link.reader.read(wire.GREETING_BYTES - len(line))
@@ -191,7 +191,7 @@ async def _introduce(link: Link, address: str, key: bytes, hostname: str) -> Cal
 
 
 def refused(welcome: Welcome, address: str = "") -> CallError:
-    """Return the error that the coordinator goes on without this node."""
+    """Return the error for a coordinator that goes on without this node."""
     here = welcome.here
     words = f"{len(here)} of {welcome.nnodes} nodes are there: {', '.join(here)}"
     kind: Kind = "full" if welcome.refused == "full" else "late"
@@ -247,7 +247,7 @@ _PROGRESS: dict[Kind, str] = {
 
 @dataclass(frozen=True)
 class Goal:
-    """Whom to reach (host and port of the endpoint), and as whom. For the key see `wire.key_of`."""
+    """The endpoint to reach, and this node's name and rank. For the key see `wire.key_of`."""
 
     host: str
     port: int
@@ -269,7 +269,7 @@ async def call_any(goal: Goal) -> Call:
     """Try each address of the endpoint once.
 
     Raises:
-        CallError: None was reached. It is about the address that got furthest.
+        CallError: No address was reached. The error is that of the attempt that got furthest.
     """
     found = await asyncio.get_running_loop().run_in_executor(None, resolve, goal.host)
     problems = []
@@ -297,11 +297,11 @@ async def join(
     appears: bool = False,
     trouble: Callable[[], Awaitable[str]] = _no_trouble,
 ) -> Call:
-    """Reach the coordinator. Try until it is there, or until it is clear why it is not.
+    """Call the coordinator until it answers, or until it is clear why it does not.
 
-    ``say`` is called once, with a line about what is waited for. ``appears`` is whether name and
-    address may come with the coordinator, as a container's do. ``trouble`` returns what is wrong
-    with this machine's own network, for node 0 to hear.
+    ``say`` is called once, with a line about the wait. ``appears`` is whether name and address may
+    appear only with the coordinator, as a container's do. ``trouble`` returns a fault of this
+    machine's own network, to report to node 0.
 
     Raises:
         CallError: It was not reached. The most frequent problem counts.
@@ -346,7 +346,7 @@ class _Attempts:
                     raise
             self._problems.append(problem)
             took = time.monotonic() - began
-            # Ask before the spares are tried: the machine may have come up a moment ago.
+            # Check before trying the spare ports: the machine may have come up just now.
             was_up = self._is_up(problem.address)
             if problem.kind in _BEHIND and time.monotonic() - self._tried_spares > SPARES_INTERVAL:
                 self._tried_spares = time.monotonic()
@@ -394,7 +394,7 @@ class _Attempts:
         """
         goal, address = self._goal, problem.address
         spares = spare_ports(goal.key, goal.port)
-        # A machine that refuses is up, and some machines ban callers who say nothing to SSH.
+        # A machine that refuses is up, and some machines ban callers that send nothing to SSH.
         ssh = problem.kind != "refused" and self._ssh_tries < SSH_TRIES
         ports = (*spares, SSH) if ssh else spares
         self._ssh_tries += ssh
@@ -403,7 +403,7 @@ class _Attempts:
         )
         answering = [port for port, answers in zip(ports, tried, strict=True) if answers]
         if answering and address not in self._answering:
-            # SSH means more to a person than a random number.
+            # SSH means more to the user than a random port number.
             self._answering[address] = SSH if SSH in answering else answering[0]
         for spare in spares:
             if spare not in answering:
@@ -416,7 +416,7 @@ class _Attempts:
                     # Something else has that port.
                     continue
             try:
-                # The coordinator may have started a moment ago. Now that it is there, this counts.
+                # The coordinator may have started just now. Since it is up, this result counts.
                 return await call_once(address, goal.port, goal.key, goal.hostname)
             except CallError as error:
                 again = error.problem
@@ -436,7 +436,7 @@ class _Attempts:
         return await self._by_udp(address)
 
     async def _by_udp(self, address: str) -> Call | None:
-        """Ask the coordinator by UDP whether it is there, and tell it why this node is not.
+        """Ask the coordinator by UDP whether it is up, and report why this node cannot connect.
 
         Returns:
             The coordinator, if it came to the endpoint in the meantime.
@@ -474,7 +474,7 @@ class _Attempts:
             self._echoing.add(address)
 
     async def _answers(self, address: str, port: int) -> bool:
-        """Return whether the machine accepts the connection at a port, or refuses it itself."""
+        """Return whether the machine itself accepts or refuses a connection at a port."""
         try:
             _, writer = await connect(address, port, SPARE_TIMEOUT)
         except ConnectError as error:

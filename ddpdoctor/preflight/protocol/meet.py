@@ -1,7 +1,7 @@
 """The nodes of a job meet at the rendezvous endpoint. All checks across nodes judge that meeting.
 
 The coordinator is node rank 0, or without node ranks the machine that the endpoint names. The
-others call it until it is there. Everything has a deadline, and Ctrl-C ends it at any time.
+others call it until it answers. Everything has a deadline, and Ctrl-C ends it at any time.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ STAGES = {
     "reduce": "reducing",
     "verdict": "the checks of this machine",
 }
-"""What a node does, by the order."""
+"""Descriptions of the stages, by order."""
 
 POLL_INTERVAL = 0.2  # Seconds between checks that the coordinator is still there
 
@@ -124,7 +124,7 @@ class Worker:
 
         Raises:
             WireError: The coordinator is gone.
-            CallError: It goes on without this node.
+            CallError: The coordinator goes on without this node.
         """
         link, call = self.call.link, self.call
         hello = Hello(called=call.address, offset=call.offset, uncertainty=call.uncertainty)
@@ -151,7 +151,7 @@ class Worker:
         except ValueError as error:
             raise wire.WireError(str(error)) from None
         finally:
-            # A fake node 0 may never ask for it.
+            # A fake node 0 may never ask to remove it.
             if self.written:
                 remove_marker(Path(self.facts.folder), self.written)
 
@@ -226,7 +226,7 @@ class Worker:
         return target.port >= 1024 and self._may_be_node(target.address)
 
     def _may_be_node(self, address: str) -> bool:
-        """Return whether another node may be there. A fake node 0 may name any address."""
+        """Return whether an address may be another node's. A fake node 0 may name any address."""
         return network.may_be_node(address, self.call.address)
 
     def _in_folder(self, folder: Path, order: Order) -> Answer:
@@ -278,7 +278,7 @@ SAMPLED_FILES = 200
 
 
 def marker_seen(folder: Path, token: str) -> bool:
-    """Return whether the file appears here, with the right content."""
+    """Return whether the marker file appears here, with the right content."""
     marker = folder / f"{MARKER_PREFIX}{token}"
     until = time.monotonic() + MARKER_SEEN_WITHIN
     while True:
@@ -309,7 +309,7 @@ def folder_hash(folder: Path) -> str:
 
 
 def remove_marker(folder: Path, token: str) -> None:
-    """Remove the file."""
+    """Remove the marker file."""
     with contextlib.suppress(OSError):
         (folder / f"{MARKER_PREFIX}{token}").unlink()
 
@@ -317,19 +317,19 @@ def remove_marker(folder: Path, token: str) -> None:
 # -- meet
 
 
-GATHER_TIMEOUT = 30.0  # Seconds to wait for absent nodes; half of ``--timeout`` at most
+GATHER_TIMEOUT = 30.0  # Seconds to wait for absent nodes; at most half of ``--timeout``
 
 LOCAL_TIMEOUT = 10.0
 """The same for an endpoint on localhost, where only nodes of this machine can come."""
 
-CANCEL_INTERVAL = 1.0  # Seconds after which a task that goes on is cancelled again
+CANCEL_INTERVAL = 1.0  # Seconds after which a task that still runs is cancelled again
 SCOUT_INTERVAL = 1.0
 OWN_CALLS = 5
 NAMED_NODES = 4  # If more nodes are absent, the user is shown only their number
 
 ELSEWHERE: frozenset[Kind] = frozenset({"refused", "no host", "silent", "other service"})
-"""What node rank 0 sees at an endpoint that does not lead to it. Lost packets prove nothing: many
-routers do not let a machine reach itself from outside."""
+"""Problems at an endpoint that show node rank 0 that it is not its own. Lost packets prove nothing:
+many routers do not let a machine reach itself from outside."""
 
 DOUBLE_ADDRESS = "double address"  # Reported by a node whose address another machine has as well
 
@@ -346,10 +346,10 @@ class Meeting:
     Attributes:
         own: The index of this node in ``nodes``; -1 if it is not among them.
         problem: Why this node did not meet the others; None if it did.
-        holder: Whether this node should coordinate, and cannot listen.
+        holder: Whether this node should coordinate, but cannot listen.
         foreign: The endpoint's addresses, if this is node rank 0 and they are not its own.
         own_endpoint: Whether the endpoint is this machine, and it is not node rank 0.
-        took: The seconds of each stage so far, if there was no time for all of them.
+        took: Seconds that each stage took, if there was no time for all of them.
     """
 
     place: NodePlace
@@ -380,7 +380,7 @@ class Meeting:
 
     @property
     def expected(self) -> int:
-        """How many nodes should come, by the coordinator's options."""
+        """The number of nodes that should come, by the coordinator's options."""
         return self.report.expected
 
     def host(self, index: int) -> str:
@@ -413,7 +413,7 @@ def meeting_of(situation: Situation) -> Meeting:
 def meet_or_fail(situation: Situation) -> Meeting | Exception:
     """Return the meeting, or the defect that ended it, for every check that asks."""
     try:
-        # Open what an event loop opens. A loop that finds no files left prints a traceback.
+        # Open the files that an event loop needs: without them, a loop prints a traceback.
         with contextlib.ExitStack() as opened:
             for end in socket.socketpair():
                 opened.enter_context(end)
@@ -470,7 +470,7 @@ async def _until_cancelled(situation: Situation) -> Meeting:
 async def _end(*tasks: asyncio.Future[Any]) -> None:
     """Cancel tasks, and wait for their end.
 
-    Before Python 3.12, a task that has just got what it waits for misses that it is cancelled.
+    Before Python 3.12, a task whose awaited result has just arrived misses its cancellation.
     """
     pending = {*tasks}
     while pending:
@@ -565,7 +565,7 @@ class Participant:
         try:
             await asyncio.wait({work, scout, lead}, return_when=asyncio.FIRST_COMPLETED)
             if lead.done():
-                # Raise what broke there. It is a defect, and is reported as such.
+                # Raise its exception. It is a defect, and is reported as such.
                 lead.result()
             if scout.done() and (call := scout.result()) is not None:
                 return await self._work(call)
@@ -592,7 +592,7 @@ class Participant:
         """Take part like any other node."""
         problem = Problem("time")
         for _ in range(OWN_CALLS):
-            # Callers without the id may hold all places for a moment.
+            # Callers without the id may hold all places briefly.
             try:
                 return await self._work(await self._call_here())
             except CallError as error:

@@ -26,22 +26,22 @@ class Facts(Part):
         rank: Its ``--node-rank``; None if torchrun is to choose it.
         machine: Equal for nodes that share a machine and a network namespace.
         gloo_address: The address gloo gives to the other nodes; empty if gloo would not start.
-        gloo_why: What gloo chose it by, or why gloo would not start.
-        nccl_address: The same of NCCL; empty without a GPU as well.
+        gloo_why: Why gloo chose it, or why gloo would not start.
+        nccl_address: The same for NCCL; also empty without a GPU.
         lookup: Seconds that it takes to look up the name of this node.
-        master: What torchrun would give to all ranks as MASTER_ADDR if it chose this node as its
+        master: The MASTER_ADDR that torchrun would give to all ranks if it chose this node as its
             first; empty if that is the endpoint.
-        others: More addresses that gloo or NCCL will use, of further interfaces.
+        others: Addresses of further interfaces that gloo or NCCL will use.
         interfaces: Its interfaces except loopback: name, MTU, addresses.
         down: Its interfaces that are down or have no carrier.
-        unplugged: Those of them that are up and have no carrier.
-        networks: Of each interface, up or down, the networks of its addresses; one that is empty if
-            it has no address.
+        unplugged: Those of them that are up but have no carrier.
+        networks: The networks of each interface's addresses, up or down; a single empty one if it
+            has no address.
         pair_port: The port of its listener.
         reduces: Whether it takes part in the collective test.
         no_nccl: Why NCCL cannot be tested on it.
-        inside: What connects its GPUs, and the bandwidth one way; 0 if unknown.
-        outside: The same of the network that NCCL will use.
+        inside: The link between its GPUs, and its bandwidth one way; 0 if unknown.
+        outside: The same for the network that NCCL will use.
         variables: Environment variables of NCCL, gloo and torch.distributed.
         commit: The checked-out commit of the script's repository.
         changes: A hash of the uncommitted changes in tracked files.
@@ -117,11 +117,11 @@ class RankResult(Part):
         ok: Whether gloo reduced correctly.
         did: The last collective that it did for the first time.
         wrong: The first collective with a wrong result.
-        late: Whether it failed for lack of time alone.
+        late: Whether it failed only for lack of time.
         waited: The share of the time in which it waited for a core; 1 if unknown.
         bus: Bandwidth of each link.
         idle: The share of the time in which its cores were idle.
-        rounds: How often gloo's all_reduce was repeated.
+        rounds: The number of rounds of gloo's all_reduce.
     """
 
     node: wire.Index = -1
@@ -166,12 +166,12 @@ class Node(Part):
     """A node that came.
 
     Attributes:
-        address: The address at which the other nodes dial it. It has that address itself.
-        outside: Where it is seen instead, if its address is translated on the way; else empty.
+        address: The address at which the other nodes dial it. It belongs to the node.
+        outside: The address it is seen at, if its own is translated on the way; else empty.
         offset: How far the coordinator's clock is ahead of the node's.
         uncertainty: Half a round trip of that estimate.
         lost: The phase in which it went away; empty if it stayed. ``why`` is the reason.
-        late: Whether it is still connected, and only gave no answer in time.
+        late: Whether it only failed to answer in time, and is still connected.
     """
 
     facts: Facts
@@ -200,7 +200,7 @@ class Speeds(Part):
 
     Attributes:
         slow: From, to, round trip, bandwidth.
-        lossy: From, to, small messages, and how many of them were sent again.
+        lossy: From, to, number of small messages, and of those that were sent again.
         cells: From and to of all measured links, if some are slow or lossy.
         starved: Links that looked slow while an end waited for a core most of the time.
         idle: From, to, an address that no library takes, and the bandwidth there, of links that are
@@ -226,9 +226,9 @@ class Folder(Part):
 
     Attributes:
         asked: The nodes that have one. The first of them wrote a file.
-        error: Why it could not.
+        error: Why the file could not be written.
         seen: The other nodes that saw the file.
-        listings: Hashes of what is in the directory.
+        listings: Hashes of the directory's contents.
     """
 
     asked: tuple[wire.Index, ...] = ()
@@ -272,13 +272,13 @@ class Reduction(Part):
     """The collective test over all ranks.
 
     Attributes:
-        skipped: Why there was none.
+        skipped: Why the test was skipped.
         reported: The checks that report this reason.
-        unready: Nodes without torch: which, why, and how long they were waited for.
-        limit: Seconds that gloo had, and ``asked`` those that it should have.
+        unready: Nodes without torch: the node, the reason, and how long the others waited for it.
+        limit: Seconds that gloo had; ``asked`` is what it should have had.
         correct: Ranks on which gloo reduced correctly.
         correct_nodes: Nodes on which it did so on all ranks.
-        bus: The lowest of all ranks, as ``idle`` and ``rounds``.
+        bus: The lowest value of all ranks, as are ``idle`` and ``rounds``.
         nccl: None if NCCL was not tested.
     """
 
@@ -299,21 +299,21 @@ class Reduction(Part):
 
 @dataclass(frozen=True, slots=True)
 class Report(Part):
-    """The result of a meeting. All nodes get the same.
+    """The result of a meeting, the same on all nodes.
 
     Attributes:
         rejected: Callers with another rendezvous id, or none.
-        rejected_calls: How many calls came from them.
+        rejected_calls: The number of their calls.
         surplus: Callers that came when all nodes were there.
         blocked: Callers for which the rendezvous port is closed.
-        bad: From, to, at which address (``route``, ``gloo``, ``gloo back``, ``nccl``, ``other 0``),
-            and the result, of connections that failed twice.
+        bad: Connections that failed twice: from, to, kind of address (``route``, ``gloo``,
+            ``gloo back``, ``nccl``, ``other 0``), and the result.
         open: From, to, and another address at which the node is reached, though a connection above
             failed.
         lost_names: Nodes that do not find the first one by the name that torchrun gives them,
             the addresses of that name there, and why there are none.
         verdicts: By node.
-        gathered: How long the nodes were waited for.
+        gathered: How long node 0 waited for the nodes.
     """
 
     expected: wire.Count = 0
@@ -383,14 +383,14 @@ class Order(Part):
     Attributes:
         do: ``roster``, ``resolve``, ``dial``, ``settle``, ``speed``, ``folder``, ``reduce``,
             ``verdict``, ``leave``, ``end``.
-        index: The node's own index, of a roster.
-        token: Proves to other nodes that it is of this check. Names the file in the directory.
-        host: What to resolve.
-        targets: Whom to dial; of ``speed`` one.
+        index: The node's own index, for a roster.
+        token: Proves to other nodes that it is part of this check. Names the file in the directory.
+        host: The name to resolve.
+        targets: The nodes to dial; a single one for ``speed``.
         needed: Whether the ranks have to import torch.
         limit: Seconds for the order.
         action: In the directory: ``write``, ``look`` or ``remove``.
-        port: The port of the store. This and the fields up to ``soak`` are of ``reduce``.
+        port: The port of the store. This and the fields up to ``soak`` are for ``reduce``.
         first: The rank of the node's first process.
         stage_limit: Seconds for each stage of NCCL.
         patience: Seconds for all stages.
@@ -421,13 +421,13 @@ class Answer(Part):
     """From a node to the coordinator: the result of an order.
 
     Attributes:
-        failed: Why it could not do what it was asked for.
-        dialled: In the order of the targets.
+        failed: Why it could not carry out the order.
+        dialled: The results in the order of the targets.
         unready: Why not all of its ranks have imported torch.
-        addresses: Those of the name.
+        addresses: The addresses of the name.
         error: Why it has none, or why the file in the checkpoint directory was not written.
         seen: Whether that file is in its checkpoint directory.
-        listing: A hash of what is in that directory.
+        listing: A hash of that directory's contents.
     """
 
     failed: str = ""

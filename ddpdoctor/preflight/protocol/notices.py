@@ -1,7 +1,7 @@
-"""Tell node 0 by UDP that this node does not get through by TCP.
+"""Tell node 0 by UDP that this node cannot connect by TCP.
 
-A connection needs both directions, a datagram one. So node 0 hears why a node is absent even where
-its answers do not arrive there. A notice proves the id like any other message, and is answered.
+A connection needs both directions, a datagram only one. So node 0 learns why a node is absent even
+if its answers do not arrive there. A notice proves the id like any other message, and is answered.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ddpdoctor.preflight.protocol.messages import Hello, Welcome
 
 MAX_BYTES = 1024
 REPLY_TIMEOUT = 0.6  # Seconds for node 0's answer
-HALF_OPEN = "half open"  # Node 0's answer if it hears the calls, and is not heard itself
+HALF_OPEN = "half open"  # Node 0's answer if it receives the calls, but its answers do not arrive
 
 _SYN_RECEIVED = "03"  # The state in /proc/net/tcp, of Linux's include/net/tcp_states.h
 
@@ -36,7 +36,7 @@ class Notices(asyncio.DatagramProtocol):
         self._transport = transport
 
     def datagram_received(self, data: bytes, sender: tuple[str, int]) -> None:
-        """Hear a notice that proves the id, and answer it. Ignore anything else."""
+        """Answer a notice that proves the id. Ignore anything else."""
         with contextlib.suppress(ValueError, TypeError):
             hello = _read(Hello, data)
             if wire.proves(hello.proof, self._key, "notice", hello.nonce):
@@ -83,7 +83,7 @@ async def send_notice(address: str, port: int, key: bytes, hello: Hello) -> str 
 
 
 def notice(key: bytes, host: str, rank: int | None, blocked: str) -> Hello:
-    """Return a notice of why the rendezvous port is closed, or a question if it says nothing."""
+    """Return a notice of why the rendezvous port is closed; a question if ``blocked`` is empty."""
     nonce = wire.nonce()
     proof = wire.proof(key, "notice", nonce)
     return Hello(proof=proof, nonce=nonce, host=host, rank=rank, blocked=blocked)
@@ -95,7 +95,7 @@ def _read(declared: type[wire.P], data: bytes) -> wire.P:
 
 
 def half_open(port: int, proc: Path = Path("/proc")) -> set[str]:
-    """Return the addresses whose calls arrived at a port, and to which no answer gets through."""
+    """Return the addresses whose calls arrived at a port, but to which no answer gets through."""
     found = set()
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError, ValueError):

@@ -39,12 +39,12 @@ from ddpdoctor.preflight.protocol.wire import (
 from ddpdoctor.preflight.situation import waited_for_core
 from ddpdoctor.run.records.base import Part
 
-# -- what the kernel counts of a connection
+# -- the kernel's counters of a connection
 
 
 _TCP_INFO = struct.Struct("=100xI16xQQ")
-"""Of Linux's struct tcp_info (uapi/linux/tcp.h), whose fields never move: tcpi_total_retrans,
-tcpi_bytes_acked and tcpi_bytes_received, since Linux 4.1."""
+"""Three fields of Linux's struct tcp_info (uapi/linux/tcp.h), which never move: tcpi_total_retrans,
+tcpi_bytes_acked and tcpi_bytes_received, from Linux 4.1 on."""
 
 
 class TcpCounts(NamedTuple):
@@ -82,25 +82,25 @@ ALL_PAIRS_UP_TO = 8  # With more nodes, each is measured with log2(n) others in 
 MIN_EXTRA_RTT_S = 0.001
 """Minimum excess of an outlier's round trip over the median. DDP does not notice less."""
 
-MIN_TO_COMPARE = 3  # Links that have a median. Of two links neither is the usual one.
+MIN_TO_COMPARE = 3  # Minimum number of links for a median. Of two, neither is the usual one.
 
 MIN_BANDWIDTH = 100e6 / 8 * 0.8
 """Bytes per second below which any link is slow: less than 100 Mbit/s carries."""
 
 SLOW_NETWORK = 2.5e9 / 8
-"""Bytes per second up to which a link may be a management network's, of 1 Gbit/s."""
+"""Bytes per second up to which a link may be that of a management network of 1 Gbit/s."""
 
-FAR_FASTER = 3  # How many times faster a network that no library takes is worth a warning
+FAR_FASTER = 3  # Factor by which a network that no library uses must be faster for a warning
 
 CPU_BOUND = 10e9 / 8
-"""Bytes per second from which one connection in Python shows the cores and the memory, and not the
-network. They vary by more than half from one measurement to the next."""
+"""Bytes per second above which one connection in Python measures cores and memory, not the network.
+Such speeds vary by more than half from one measurement to the next."""
 
 LOSSY, MIN_LOST = 0.02, 3
-"""The share, and the number, of small messages that a lossy link loses at least."""
+"""Minimum share and number of small messages that a lossy link loses."""
 
 STARVED_SHARE = 0.5
-"""The share of waiting for a core from which a measurement says nothing about the link."""
+"""Share of time waiting for a core above which a measurement proves nothing about the link."""
 
 PING, LAST = b"\x01", b"\x02"
 _PONG = struct.Struct("!d")  # How long the dialled node has waited for a core so far
@@ -118,7 +118,7 @@ class Speed(Part):
         bandwidth: Bytes per second.
         waited: The share of the time in which either end waited for a core.
         sent: Small messages, in both directions.
-        resent: How many of their segments were sent again.
+        resent: Number of their segments that were sent again.
     """
 
     rtt: float
@@ -137,10 +137,10 @@ NodePair = tuple[int, int]  # The dialling (sending) node and the dialled one, b
 
 
 def ring_shifts(nodes: int) -> list[int]:
-    """Return how far apart in the ring the nodes of each round are.
+    """Return the distance in the ring between the two nodes of a pair, for each round.
 
     In a round every node sends to one other and receives from one, so that none is measured twice
-    at a time.
+    at once.
     """
     if nodes <= ALL_PAIRS_UP_TO:
         return list(range(1, nodes))
@@ -161,7 +161,8 @@ def better_speed(one: Speed, other: Speed) -> Speed:
 def slow_links(measured: Mapping[NodePair, Speed]) -> list[NodePair]:
     """Return the slow links, the slowest first.
 
-    They have less than the minimum, half the median bandwidth, or twice the median round trip.
+    A link is slow below the minimum or half the median bandwidth, or above twice the median round
+    trip.
     """
     rtt, bandwidth = float("inf"), 0.0
     if len(measured) >= MIN_TO_COMPARE:
@@ -250,7 +251,7 @@ async def _send_bulk(
 
 
 async def answer_measurement(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Be the receiving side: echo the pings, then count what arrives and how long it takes."""
+    """Run the receiving side: echo the pings, then count the bytes that arrive and their time."""
     for _ in range(PINGS):
         ping = await reader.readexactly(1)
         writer.write(_PONG.pack(waited_for_core()))
@@ -270,7 +271,7 @@ async def answer_measurement(reader: asyncio.StreamReader, writer: asyncio.Strea
 
 
 BLOCK = 64 * 1024  # Bytes sent each way: enough for packets of the largest size
-PART = 8 * 1024  # If more bytes than this arrived, packets of full size did
+PART = 8 * 1024  # If more bytes than this arrived, full-size packets got through
 STALL_TIMEOUT = 3.0  # Seconds for 64 KiB, which arrive in milliseconds or not at all
 
 CONNECTIONS_AT_ONCE = 256
@@ -297,8 +298,8 @@ Outcome = Literal[
     "no route",  # the dialling node has no route to it
     "no host",  # the same, after no machine answered ARP
     "no files",  # the dialling node may open no more files
-    "silent",  # connected, and then nothing
-    "other service",  # connected, to something else
+    "silent",  # connected, but then nothing was received
+    "other service",  # connected to something else
     "forth",  # the 64 KiB from the dialling node did not arrive
     "back",  # the 64 KiB from the dialled node did not arrive
     "lossy",  # they arrived in part: packets of all sizes are lost
@@ -315,7 +316,7 @@ STALLS = ("forth", "back")  # The outcomes of connections that open and lose lar
 
 @dataclass(frozen=True, slots=True)
 class Target(Part):
-    """Whom to dial: a node's index, and where it listens.
+    """A node to dial: its index, and where it listens.
 
     Attributes:
         mss: Largest segment in bytes, to learn whether smaller packets pass; 0 for the kernel's.
@@ -333,10 +334,10 @@ class Dialled(Part):
 
     Attributes:
         outcome: An :data:`Outcome`.
-        seconds: Until the outcome was known. 0 for ``ok``: most of n² results are.
+        seconds: Time until the outcome was known. 0 for ``ok``, as are most of the n² results.
         error: The kernel's error message.
         passes: Bytes of the largest packets that pass where 64 KiB do not; 0 if none do.
-        address: The address that was dialled. The coordinator fills it in.
+        address: The address that was dialled. The coordinator sets it.
     """
 
     outcome: str = ""
@@ -347,9 +348,9 @@ class Dialled(Part):
 
 
 def pair_token(token: bytes) -> bytes:
-    """Derive what nodes show each other from a coordinator's token.
+    """Derive the token that nodes show each other from the coordinator's.
 
-    A fake coordinator can make a node dial an address, but cannot choose what it says there.
+    A fake coordinator can make a node dial an address, but cannot choose what it sends there.
     """
     return hashlib.sha256(b"ddpdoctor pair\0" + token).digest()[:16]
 
@@ -370,7 +371,7 @@ class Listener:
         return int(listening.getsockname()[1])
 
     def admit(self, index: int, token: bytes) -> None:
-        """Begin to answer those that have the token, as the node of this index."""
+        """Start answering nodes that have the token, as the node with this index."""
         self.index, self.token = index, token
 
     async def close(self) -> None:
@@ -410,7 +411,7 @@ class Listener:
 async def dial_all(targets: Sequence[Target], token: bytes) -> list[Dialled]:
     """Dial several nodes and exchange 64 KiB each way with each. Return the results in their order.
 
-    Never raises for what the network does.
+    Never raises for network errors.
     """
     with ProcessClock() as clock:
         dialler = _Dialler(token, clock)
@@ -492,7 +493,7 @@ class _Dialler:
 
 
 async def dial_speed(target: Target, token: bytes) -> Speed | None:
-    """Measure the link to a node; None if it broke."""
+    """Measure the link to a node. Return None if the connection broke."""
     try:
         reader, writer = await connect(target.address, target.port)
     except ConnectError:

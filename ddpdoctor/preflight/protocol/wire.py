@@ -1,16 +1,16 @@
 """Connections between nodes: open them, prove a shared id, exchange validated JSON messages.
 
-What another node sends is never trusted. The decoder of the records checks the types. A text that
+Data from another node is never trusted. The decoder of the records checks the types. A text that
 is used as an address, a path or a port, or that appears in a line to paste, also has an alphabet,
 which the message declares beside the type. Any other text has a maximum length. A message with any
 other value is refused as a whole, since no node sends it. The renderers escape what they print, and
 every word of a line to paste is quoted.
 
-The port is open to anybody who reaches it. Until a caller has proved that it knows the id, its
+The port is open to any caller. Until a caller has proved that it knows the id, its
 connection lasts a few seconds, and an address may hold only some of them. When all places are taken
-the oldest connection is closed, since a node proves the id within milliseconds.
+the oldest connection is closed, because a node proves the id within milliseconds.
 
-An ICMP echo tells a machine that is down from one whose port is closed.
+An ICMP echo distinguishes a machine that is down from one whose port is closed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ P = TypeVar("P", bound=Part)
 
 
 MAX_TEXT = 4096
-"""Characters of a text without an alphabet: a path, an error message, a variable's value."""
+"""Maximum characters of a text without an alphabet: a path, an error message, a value."""
 
 MAX_NODES = 1 << 16
 
@@ -93,14 +93,14 @@ Index = Annotated[int, _within(-1, MAX_NODES)]
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Return whether a value is one that an annotated type, such as :data:`Host`, allows."""
+    """Return whether an annotated type, such as :data:`Host`, allows a value."""
     return all(rule(value) for rule in get_args(hint)[1:])
 
 
 def unpacked(declared: type[P], message: Mapping[str, object], *, whole: bool = False) -> P:
     """Decode and validate a message of another node.
 
-    A missing field, or one of another type, has its default, unless the message has to be whole.
+    A missing field, or one of another type, gets its default, unless the message has to be whole.
 
     Raises:
         ValueError: A value is not allowed.
@@ -114,7 +114,7 @@ _known: dict[type[Part], list[tuple[str, Any]]] = {}
 
 
 def _hints(declared: type[Part]) -> list[tuple[str, Any]]:
-    """Return the fields of a class, and what each may hold."""
+    """Return the fields of a class, with the annotated type of each."""
     if declared not in _known:
         hints = get_type_hints(declared, include_extras=True)
         _known[declared] = [(each.name, hints[each.name]) for each in fields(declared)]
@@ -148,7 +148,7 @@ def _validate(value: Any, hint: Any, where: str) -> None:
 
 
 GREETING = b"ddpdoctor meeting 1 "
-"""The first words of a server, before its nonce. The number is the version of the protocol."""
+"""The first bytes of a server, before its nonce. The number is the version of the protocol."""
 
 GREETING_BYTES = len(GREETING) + 33
 
@@ -191,13 +191,13 @@ def challenge_in(line: bytes) -> str | None:
 # -- messages
 
 
-MAX_OF_NODE = 4 << 20  # Bytes of a message of a node, which knows about itself and its links
+MAX_OF_NODE = 4 << 20  # Maximum bytes of a node's message, which is about itself and its links
 
 MAX_OF_COORDINATOR = 64 << 20
-"""Bytes of a message of the coordinator, which knows about every pair of nodes."""
+"""Maximum bytes of the coordinator's message, which is about every pair of nodes."""
 
 _EXPANSION = 12
-"""How many times its bytes a message may take in memory. Lists of empty lists take 25 times."""
+"""Maximum factor by which a message may grow in memory. Lists of empty lists grow 25 times."""
 
 _HEAD = struct.Struct("!I")
 HEAD_BYTES = _HEAD.size
@@ -227,7 +227,7 @@ class Link:
         self.writer = writer
 
     async def send(self, message: Message | bytes) -> None:
-        """Send one message, or what :func:`packed` made of one.
+        """Send one message, which :func:`packed` may have encoded already.
 
         Raises:
             WireError: The other side is gone.
@@ -239,10 +239,10 @@ class Link:
             raise WireError(str(error)) from error
 
     async def receive(self, seconds: float, most: int = MAX_OF_NODE) -> dict[str, Any]:
-        """Return the next message, of at most so many bytes.
+        """Return the next message, of at most ``most`` bytes.
 
         Raises:
-            WireError: None came within so many seconds, or it is damaged.
+            WireError: No message arrived within ``seconds``, or it is damaged.
         """
         try:
             return await asyncio.wait_for(self._receive(most), seconds)
@@ -290,7 +290,7 @@ Closed = Literal[
     "dropped",  # no answer at all
     "prohibited",  # a firewall says that it is not allowed, by ICMP or on this machine
     "no route",  # this machine has no route to it
-    "unreachable",  # a router says that there is none
+    "unreachable",  # a router reports that there is no route
     "no host",  # no machine has that address
     "no files",  # this process, or this machine, may open no more files
 ]
@@ -311,10 +311,10 @@ _BY_ICMP = 2
 
 
 class ConnectError(Exception):
-    """There is no connection. It has the kernel's error message.
+    """No connection could be made. ``words`` is the kernel's error message.
 
     Attributes:
-        sender: Who rejected it by ICMP; empty if that is unknown, or was this machine.
+        sender: The address that rejected it by ICMP; empty if unknown or this machine.
     """
 
     def __init__(self, kind: Closed, words: str = "", sender: str = "") -> None:
@@ -327,11 +327,11 @@ class ConnectError(Exception):
 class ProcessClock:
     """Counts the time that this process gets, since a busy machine is not a broken network.
 
-    A tick that comes late because other processes have the cores counts as two ticks at most. The
+    A tick that is late because other processes have the cores counts as at most two ticks. The
     clock runs within ``with``.
 
     Attributes:
-        lost: The seconds that it has not counted.
+        lost: Seconds not counted.
     """
 
     def __enter__(self) -> ProcessClock:
@@ -354,7 +354,7 @@ class ProcessClock:
         """Return the result of ``awaited``.
 
         Raises:
-            TimeoutError: It took more than so many seconds of this clock.
+            TimeoutError: It took more than ``seconds`` of this clock.
         """
         task = asyncio.ensure_future(awaited)
         until = self._seconds + seconds
@@ -368,7 +368,7 @@ class ProcessClock:
         finally:
             if not task.done():
                 task.cancel()
-                # Awaiting the task itself would hide that the caller is cancelled, too.
+                # Awaiting the task itself would hide a cancellation of the caller.
                 await asyncio.wait({task})
             if not task.cancelled():
                 # Otherwise asyncio logs that the error was not retrieved.
@@ -388,7 +388,7 @@ async def connect(
     mss: int = 0,
     clock: ProcessClock | None = None,
 ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Connect within so many seconds of this process's time, by a clock that connections may share.
+    """Connect within ``limit`` seconds of this process's time. Connections may share ``clock``.
 
     ``mss`` is the largest segment in bytes, 0 for the kernel's default.
 
@@ -502,7 +502,7 @@ PROOF_BYTES = 4096  # Bytes of a message without a proof
 
 
 class Admission:
-    """The connections that are not admitted yet, and how many were turned away."""
+    """The connections that are not admitted yet, and the number that was turned away."""
 
     def __init__(self) -> None:
         self.turned_away = 0
@@ -537,7 +537,7 @@ class Admission:
 
 
 async def proof_in_time(proof: Awaitable[T]) -> T:
-    """Return what a caller sends to prove itself.
+    """Return the caller's proof.
 
     Raises:
         TimeoutError: It took more than :data:`PROOF_SECONDS`.
@@ -561,14 +561,14 @@ _ICMP_HEADER = struct.Struct("!BBHHH")  # Type, code, checksum, identifier, sequ
 
 
 async def echoes(address: str, limit: float) -> bool:
-    """Return whether a machine answers one of two echo requests within so many seconds each.
+    """Return whether a machine answers one of two echo requests within ``limit`` seconds each.
 
     Return False if this process may not send them.
     """
     family = _family_of(address)
     protocol, request, _ = _ICMP_TYPES[family]
     asking = None
-    # Linux gives the first kind to the groups of ``net.ipv4.ping_group_range``, macOS to everybody.
+    # Linux allows the first kind to groups in ``net.ipv4.ping_group_range``, macOS to all users.
     # The second kind needs root.
     for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW):
         with contextlib.suppress(OSError):
@@ -584,7 +584,7 @@ async def echoes(address: str, limit: float) -> bool:
                 header = (os.getpid() & 0xFFFF, number)
                 # The kernel computes the checksum of ICMPv6, which includes the addresses.
                 checksum = _checksum(_ICMP_HEADER.pack(request, 0, 0, *header) + payload)
-                # A firewall on the way may answer that it is not allowed.
+                # A firewall on the way may reject it.
                 with contextlib.suppress(TimeoutError, OSError):
                     if number == 1:
                         asking.connect((address, 0))
@@ -603,7 +603,7 @@ def _checksum(data: bytes) -> int:
 
 
 async def _echo_reply(asking: socket.socket, family: socket.AddressFamily, payload: bytes) -> None:
-    """Return when the reply is there. A raw socket also receives what is meant for others."""
+    """Wait for the reply. A raw socket also receives replies to other processes."""
     loop = asyncio.get_running_loop()
     while True:
         data = await loop.sock_recv(asking, 512)

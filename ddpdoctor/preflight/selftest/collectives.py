@@ -37,9 +37,9 @@ one and a half for eight GPUs."""
 
 
 def why_no_nccl(situation: Situation, ranks: int, *, nodes: int = 1) -> str:
-    """Return why NCCL is not tested with so many ranks on this machine; empty if it can be.
+    """Return why NCCL is not tested with these ranks on this machine; empty if it can be.
 
-    Each needs a GPU. NCCL does not connect MIG instances across nodes.
+    Each rank needs a GPU. NCCL does not connect MIG instances across nodes.
     """
     torch = software.installed_torch()
     gpus = situation.shared(visible_gpus)
@@ -75,12 +75,12 @@ _NCCL_ADVICE = (
     ),
     (
         ("system not yet initialized", "system not initialized", "NotReady"),
-        "The NVSwitch fabric is not ready: its manager has to run, in the driver's version.",
+        "The NVSwitch fabric is not ready: run its manager, in the driver's version.",
         "sudo systemctl restart nvidia-fabricmanager",
     ),
     (
         ("no kernel image is available",),
-        "This torch is not built for this GPU: install one that is.",
+        "This torch is not built for this GPU: install a build that is.",
         "python -c 'import torch; print(torch.cuda.get_device_capability(), "
         "torch.cuda.get_arch_list())'",
     ),
@@ -110,11 +110,11 @@ _NCCL_ADVICE = (
         "python -c 'import torch.distributed as d; print(d.is_nccl_available())'",
     ),
 )
-"""Words in an error, what to do about it, and a line to paste."""
+"""Words in an error, its fix, and a line to paste."""
 
 
 def nccl_advice(error: str, otherwise: tuple[str, str]) -> tuple[str, str]:
-    """Return what to do about an error and a line to paste, or ``otherwise`` if it is unknown."""
+    """Return the fix of an error and a line to paste; ``otherwise`` if the error is unknown."""
     for words, fix, paste in _NCCL_ADVICE:
         if any(word in error for word in words):
             return fix, paste
@@ -125,9 +125,9 @@ def nccl_advice(error: str, otherwise: tuple[str, str]) -> tuple[str, str]:
 
 
 PROGRAM = Path(__file__).with_name("ranks.py")
-"""Started by its path. As a module it would import all checks before torch, in every rank."""
+"""Started by path: as a module it would import all checks before torch, in every rank."""
 
-MAX_RANKS = 16  # The most ranks to start: each costs memory and, on few cores, time
+MAX_RANKS = 16  # Maximum number of ranks to start: each costs memory and, on few cores, time
 TIMEOUT = 20.0  # Seconds until a collective gives up
 
 LIMIT = 3600.0
@@ -156,11 +156,11 @@ _NOT_PASSED = frozenset(
 
 @dataclass(frozen=True)
 class Answers:
-    """What the ranks of one backend reported.
+    """The answers of the ranks of one backend.
 
     Attributes:
         unready: Why not all of them have torch: `LATE` or `BROKEN`; empty if they do.
-        stderr: What they and their libraries wrote.
+        stderr: The output of the ranks and their libraries.
     """
 
     backend: str
@@ -172,17 +172,17 @@ class Answers:
 
     @property
     def right(self) -> int:
-        """How many ranks ended with every result right."""
+        """The number of ranks with only right results."""
         return sum(each.ok for each in self.results)
 
     @property
     def rounds(self) -> int:
-        """How often all collectives were run."""
+        """The number of times all collectives were run."""
         return max((each.rounds for each in self.results), default=0)
 
     @property
     def too_little_time(self) -> str:
-        """Why nothing is known: no rank failed for another reason than busy cores."""
+        """Why the result is unknown: ranks failed only because of busy cores."""
         if self.unready == LATE:
             return "torch was not ready"
         failed = [each for each in self.results if not each.ok]
@@ -247,7 +247,7 @@ def collectives(situation: Situation) -> Outcome:
 
 
 def environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the job's environment without the place in a job, for the ranks."""
+    """Return the job's environment for the ranks, without variables of a place in a job."""
     kept = {
         name: value
         for name, value in environ.items()
@@ -263,7 +263,7 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_ranks(situation: Situation, backend: str, ranks: int, soak: float = 0.0) -> Answers:
-    """Run ranks of ``gloo`` or ``nccl`` to their end, or to the deadline of the check.
+    """Run ranks of ``gloo`` or ``nccl`` until they end, or until the deadline of the check.
 
     ``soak`` is the seconds for which the collectives are repeated.
     """
@@ -292,7 +292,7 @@ def run_ranks(situation: Situation, backend: str, ranks: int, soak: float = 0.0)
 
 
 def _failure(answers: Answers, name: str) -> tuple[str, list[str], list[RankResult]]:
-    """Return what went wrong, the evidence, and the ranks that it is seen on."""
+    """Return a message, the evidence, and the failed ranks."""
     failed = [each for each in answers.results if not each.ok]
     wrong = [each for each in failed if each.wrong]
     errors = [each for each in failed if each.error and not each.error.startswith(UNFINISHED)]
@@ -302,7 +302,7 @@ def _failure(answers: Answers, name: str) -> tuple[str, list[str], list[RankResu
         message = f"{name} gives wrong results: rank {wrong[0].rank}, {wrong[0].error}"
         return message, [f"rank {each.rank}: {each.error}" for each in wrong[:4]], wrong
     if errors:
-        # What other ranks report of a rank that was ended is a consequence.
+        # What other ranks report about a rank that was ended is a consequence.
         first = min(errors, key=lambda each: ENDED_BY not in each.error)
         message = f"{name} fails between ranks of this machine: rank {first.rank}: {first.error}"
         return message, [], errors
@@ -316,7 +316,7 @@ def _findings(answers: Answers) -> Iterator[Finding]:
         return
     nccl = answers.backend == "nccl"
     message, evidence, failed = _failure(answers, "NCCL" if nccl else answers.backend)
-    # The last lines that the ranks wrote, but no C++ stacks of torch. NCCL's warnings come first.
+    # The last lines of the ranks without torch's C++ stacks. NCCL's warnings take precedence.
     lines = [line[:200] for line in answers.stderr.splitlines() if line.strip()]
     warnings = [line for line in lines if "NCCL WARN" in line]
     evidence += warnings[-3:] or [line for line in lines if not line.startswith("frame #")][-3:]
@@ -325,7 +325,7 @@ def _findings(answers: Answers) -> Iterator[Finding]:
     )
     fix, paste = advice + "messages:", GLOO_MESSAGES
     if answers.unready:
-        fix, paste = "See what Python says:", "python -c 'import torch.distributed'"
+        fix, paste = "Read Python's error:", "python -c 'import torch.distributed'"
     elif nccl:
         fix, paste = nccl_advice(" ".join([message, *evidence]), WITHOUT_PEERS)
     yield failure(
@@ -346,15 +346,15 @@ BROKEN = "broken"  # Their process ended while it imported torch
 UNFINISHED = "no result within"  # Begins the error of a rank that was still busy at the deadline
 
 STARVED = 0.5
-"""The share of the time from which waits for a core, of all ranks together, explain that it was not
-enough. Each may have waited for another one that did."""
+"""Share of time above which waits for a core, summed over all ranks, explain that they were late.
+Each rank may have waited for another one that waited for a core."""
 
 CONSEQUENCES_S = 1.0  # Seconds after which the ranks of one machine only repeat an error
 POLL_S = 0.02
 
 
 class Ranks:
-    """The ranks of this machine. They import torch while other things are tested, then reduce."""
+    """The ranks of this machine. They import torch during other tests, then reduce."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environment(environ)
@@ -364,7 +364,7 @@ class Ranks:
 
     def start(self) -> None:
         """Start the process from which the ranks are forked. It ends with the calling thread."""
-        # torch creates directories for its caches. They go when the ranks have ended.
+        # torch creates directories for its caches. They are removed when the ranks have ended.
         self._folder = tempfile.TemporaryDirectory(prefix="ddpdoctor-check-")
         self._stderr = tempfile.TemporaryFile()
         self._process = subprocess.Popen(
@@ -387,7 +387,7 @@ class Ranks:
         self._over = True
 
     def read(self, line: str) -> None:
-        """Take in a line that a rank wrote. Ignore anything else."""
+        """Process a line that a rank wrote. Ignore any other line."""
         try:
             message = opening.loads(line)
             self._ready = self._ready or bool(message.get("ready"))
@@ -399,7 +399,7 @@ class Ranks:
         known.update(message if "error" not in known else {**message, "error": known["error"]})
 
     async def ready(self, deadline: Deadline) -> str:
-        """Wait for the import of torch. Return nothing if it is done, else `LATE` or `BROKEN`."""
+        """Wait for the import of torch. Return an empty text, or `LATE` or `BROKEN`."""
         while not self._ready and not self._over and deadline.left() > 0:
             await asyncio.sleep(POLL_S)
         return "" if self._ready else BROKEN if self._over else LATE
@@ -407,9 +407,9 @@ class Ranks:
     async def reduce(
         self, order: Mapping[str, Any], deadline: Deadline, after_error: float = math.inf
     ) -> list[RankResult]:
-        """Give the ranks their order. Return their results, as far as they came until the deadline.
+        """Give the ranks their order. Return the results known at the deadline.
 
-        So many seconds after the first error the others are not waited for.
+        Wait for other ranks at most ``after_error`` seconds after the first error.
         """
         assert self._process is not None and self._process.stdin is not None
         began, until = time.monotonic(), math.inf
@@ -443,7 +443,7 @@ class Ranks:
 
 
 def starved(failed: Sequence[RankResult]) -> bool:
-    """Return whether ranks failed for lack of time alone, and that for lack of CPU."""
+    """Return whether ranks failed only for lack of time, caused by a lack of CPU."""
     late = [each.late for each in failed if each.error]
     return bool(late) and all(late) and sum(each.waited for each in failed) > STARVED
 

@@ -1,9 +1,9 @@
 """The ranks of a test with real collectives, a program: ``python ranks.py PARENT``.
 
 It imports torch, writes ``{"ready": true}``, reads one order, and forks the ranks of this machine:
-many start in the time of one. ``PARENT`` is the process that started it, without which it ends.
+many start in the time of one. It ends with ``PARENT``, the process that started it.
 
-Orders and answers are lines of JSON on standard input and output. A rank writes what is new:
+Orders and answers are lines of JSON on standard input and output. A rank writes its news:
 ``did`` for a correct collective, ``wrong`` for an incorrect one, ``error`` for that or an exception
 or a signal, ``ended`` if it can do no more, how long it ``waited`` for a core, ``ok`` with the
 number of ``rounds``, the ``stages`` so far, and ``done``. It then waits to be killed, since other
@@ -41,18 +41,18 @@ BANDWIDTH_ELEMENTS = {"nccl": (2**20, 2**24), "gloo": (2**16, 2**20, 2**22)}
 """Elements of the all_reduces that measure the bus bandwidth, in float32: up to 64 and 16 MiB."""
 
 BATCHES, BATCH_S, MAX_IN_BATCH = 3, 0.05, 20
-"""Batches of each size, the seconds one should take, and its most reductions. The best one counts:
+"""Batches of each size, seconds per batch, and maximum reductions in one. The best batch counts:
 other work makes a link look slow, and nothing makes it look fast."""
 
 AGAIN = "with another node"  # the stage that tries the nodes of a failed pair with other nodes
 ALL_NODES = "of all nodes"  # the last stage, which a burn-in repeats
 
 AGAIN_S, MAX_ROUNDS = 10, 2
-"""Seconds and rounds of stage `AGAIN`. Every node has its turn, unless nearly all failed."""
+"""Seconds and rounds of stage `AGAIN`. Every node gets a turn unless nearly all failed."""
 
-SLOW_S = 0.4  # an all_reduce that takes longer is not repeated, nor tried with a larger size
+SLOW_S = 0.4  # a longer all_reduce is neither repeated nor tried with a larger size
 OPEN_S = 30.0  # seconds for CUDA to open the GPUs
-MIN_STAGE_S = 5.0  # seconds that have to be left for a stage to begin
+MIN_STAGE_S = 5.0  # minimum seconds left for a stage to begin
 GRACE_S = 2.0  # seconds after its limit for a stage to report itself what failed
 
 _out = 1
@@ -70,7 +70,7 @@ def main() -> None:
     # Keep stdout for answers: libraries print to it, NCCL in pieces of any size.
     _out = os.dup(1)
     os.dup2(2, 1)
-    # Importing torch makes many objects that stay. The collector would scan them repeatedly.
+    # Importing torch creates many lasting objects, which the collector would scan repeatedly.
     gc.disable()
     import torch.distributed  # noqa: F401
 
@@ -129,7 +129,7 @@ def _fork(order: Order) -> None:
 
 
 def prepare(backend: str) -> None:
-    """Import before the forks what each rank would import, but nothing that opens CUDA."""
+    """Import before the forks the modules each rank would import, except those that open CUDA."""
     from torch.nn.parallel import DistributedDataParallel  # noqa: F401
 
     if backend != "nccl":
@@ -247,7 +247,7 @@ def _barrier(rank: int, ranks: int, device: torch.device) -> str:
 
 
 def _ddp_step(rank: int, ranks: int, device: torch.device) -> str:
-    """Take a step of DDP. Its gradient must be the mean of the gradients of the ranks alone."""
+    """Take a step of DDP. Its gradient must be the mean of the ranks' separate gradients."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
@@ -317,7 +317,7 @@ def _rank(order: Order) -> None:
         ctypes.CDLL(None).fflush(None)
         os._exit(1)
     if order["stages"] and right:
-        # If another rank ended, its parent reports how. What this rank knows was reported.
+        # If another rank ended, its parent reports how. This rank has already reported its results.
         with contextlib.suppress(Exception):
             _staged(order, ends, lambda stages: tell(stages=stages))
     tell(done=True)
@@ -392,12 +392,12 @@ def _bus_bandwidth(backend: str, device: Any, size: int, group: Any, limit: time
 
 
 def _batch(values: Any, count: int, group: Any, limit: timedelta) -> float:
-    """Run all_reduces one after the other. Return the seconds that each took."""
+    """Run all_reduces one after the other. Return the seconds per all_reduce."""
     import torch.distributed as dist
 
     began = time.monotonic()
     for _ in range(count):
-        # MAX, because a sum would grow without end. On a GPU the last one is done when all are.
+        # MAX, because a sum would grow without end. On a GPU, all are done when the last one is.
         work = dist.all_reduce(values, dist.ReduceOp.MAX, group=group, async_op=True)
         if values.device.type == "cpu":
             _finish(work, limit)
@@ -461,7 +461,7 @@ def _machine_seconds() -> tuple[float, float]:
 
 
 def _throttled() -> int:
-    """Return how often this container was throttled by its CPU quota."""
+    """Return the number of times this container's CPU quota throttled it."""
     for place in ("cpu.stat", "cpu/cpu.stat"):
         with contextlib.suppress(OSError, ValueError), open(f"/sys/fs/cgroup/{place}") as file:
             return int(dict(line.split() for line in file).get("nr_throttled", 0))
@@ -475,8 +475,8 @@ def _staged(order: Order, ends: float, report_stages: Callable[[dict[str, Any]],
     """Reduce within each node, then between pairs of nodes in log2(n) rounds, then over all ranks.
 
     The backend is ``order["stages"]``: NCCL on GPUs, or gloo on the CPU. Everything ends at the
-    monotonic time ``ends``. Whenever more is known, ``report_stages`` gets the ``stages`` that
-    ended, the one ``doing``, the first one ``untested`` for lack of time, and finally ``ok``.
+    monotonic time ``ends``. With each result, ``report_stages`` gets the ``stages`` that ended,
+    the one it is ``doing``, the first one ``untested`` for lack of time, and finally ``ok``.
     """
     import torch
     import torch.distributed as dist
@@ -508,7 +508,7 @@ def _staged(order: Order, ends: float, report_stages: Callable[[dict[str, Any]],
         return bad, over
 
     def run(name: str, sets: list[list[int]], most: timedelta) -> tuple[list[list[int]], bool]:
-        """Run a stage. Return the sets of nodes that failed, and whether the time is over."""
+        """Run a stage. Return the sets of nodes that failed, and whether time is up."""
         within = min(most, timedelta(seconds=max(1.0, ends - time.monotonic() - GRACE_S)))
         failed = [False] * len(sets)
         # Every rank creates every group, in the same order.
@@ -559,7 +559,7 @@ def _stages(nodes: int) -> list[tuple[str, list[list[int]]]]:
 def _with_others(failed: list[list[int]], nodes: int) -> list[list[list[int]]]:
     """Pair each node of a failed pair with one that did not fail, to tell a bad node from a link.
 
-    Return the rounds of pairs; none if no pair failed, or if all nodes did.
+    Return the rounds of pairs; empty if no pair failed, or if all nodes did.
     """
     suspects = sorted({node for pair in failed for node in pair})
     others = [node for node in range(nodes) if node not in suspects]
@@ -573,7 +573,7 @@ def _with_others(failed: list[list[int]], nodes: int) -> list[list[list[int]]]:
 
 
 def _on_thread(call: Callable[[], Any], seconds: float) -> list[Any]:
-    """Return the result of a call that may never return; empty after so many seconds."""
+    """Return the result of a call that may never return; empty if it takes too long."""
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
     thread.start()
@@ -603,7 +603,7 @@ def _stage(
         backend, device = order["stages"], torch.device("cpu")
         if backend == "nccl":
             device = torch.device("cuda", order["local_rank"])
-            # Valid for this thread.
+            # CUDA's current device is per thread.
             torch.cuda.set_device(device)
         until, again = time.monotonic() + order.get("soak", 0.0) * (name == ALL_NODES), True
         while again:
@@ -620,6 +620,6 @@ def _stage(
 
 
 if __name__ == "__main__":
-    # This file's directory is no place to import from.
+    # Do not import modules from this file's directory.
     del sys.path[0]
     main()

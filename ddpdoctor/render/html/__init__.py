@@ -1,1 +1,1 @@
-"""A run as one HTML file that needs nothing else: its data, its script, and a plotting library."""
+"""A run as one self-contained HTML file: its data, scripts, and a plotting library."""

@@ -47,11 +47,11 @@ from ddpdoctor.run.step_series import PARTS, RankSeries, Series, series
 from ddpdoctor.stacks import frames as frames_module
 from ddpdoctor.stacks.frames import CUT, FOLDED, Code, Node, code_of_stacks, fold, merge, tail
 
-# -- collect what the HTML report shows, as JSON
+# -- collect the content of the HTML report as JSON
 
 
 MAX_TABLE_BYTES = 3_600_000
-"""Size of the tables over time in the file, which may have five million bytes."""
+"""Maximum bytes of the tables over time in the file, which may have five million bytes."""
 
 _BYTES_PER_CELL = (len(PARTS) + 1) * 2 * 4 / 3
 """A cell has the mean of each part and the longest step, in 16 bits each, as base64."""
@@ -125,7 +125,7 @@ def finding_content(finding: Finding, written: float) -> dict[str, Any]:
     }
 
 
-# -- what was not measured, so that a gap in the report is not taken for good news
+# -- gaps in the measurements, so that they are not mistaken for good news
 
 
 def measurement_gaps(run: Run, steps: Series) -> Iterator[str]:
@@ -135,7 +135,7 @@ def measurement_gaps(run: Run, steps: Series) -> Iterator[str]:
     seen = {rank.rank for rank in run.last}
     absent = set(range(min(run.world_size, 1 << 17))) - seen
     if seen and absent:
-        yield f"{named(absent)}: no records here; a run directory has the ranks of one node"
+        yield f"{named(absent)}: no records here; a run directory only has the ranks of one node"
     if len(run.restarts) > 1:
         yield "steps of attempts before the last one: the charts show the last"
     yield from _step_gaps(steps)
@@ -163,7 +163,7 @@ def _step_gaps(steps: Series) -> Iterator[str]:
     if steps.edges[0]:
         yield f"steps before {steps.edges[0]}: the journals have room for --journal-mb megabytes"
     if steps.sampled:
-        yield "each step: of each column of the charts a few steps were read, as the run is long"
+        yield "each step: the run is long, so a few steps were read for each column of the charts"
     read, split = (sum(getattr(each, name) for each in steps.ranks) for name in ("steps", "split"))
     unsplit = sum(len(each.unsplit) for each in steps.ranks)
     if len(steps.ranks) == 1:
@@ -238,7 +238,7 @@ def _rank_times(series: RankSeries | None, edges: Sequence[int]) -> dict[str, An
     steady = [place for place, edge in enumerate(edges[:-1]) if edge >= WARM_UP]
 
     def mean(values: Sequence[float]) -> float:
-        # Without the warm-up, if there are other steps.
+        # Exclude the warm-up if there are other steps.
         known = [values[place] for place in steady if not math.isnan(values[place])]
         return fmean(known or [value for value in values if not math.isnan(value)] or [0.0])
 
@@ -256,7 +256,7 @@ def _rank_times(series: RankSeries | None, edges: Sequence[int]) -> dict[str, An
 
 
 def stack_tree(run: Run) -> dict[str, Any] | None:
-    """Return the tree and its time. None if no stacks were taken."""
+    """Return the tree with its time. None if no stacks were taken."""
     hang = hang_snapshot(run)
     if hang is not None:
         stacks = [each.stacks for each in hang.ranks if each.stacks is not None]
@@ -434,7 +434,7 @@ def page(content: dict[str, Any]) -> str:
         .replace(">", "\\u003e")
         .replace("&", "\\u0026"),
     }
-    # The template is split before the parts are put in, so no part is taken for a placeholder.
+    # Split the template before inserting the parts, so that no part is taken for a placeholder.
     pieces = _file("page.html").split("%%")
     pieces[1::2] = [parts[name] for name in pieces[1::2]]
     return "".join(pieces)

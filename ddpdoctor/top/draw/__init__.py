@@ -1,1 +1,1 @@
-"""From a snapshot and a view to lines of text."""
+"""Turn a snapshot and a view into lines of text."""

@@ -20,10 +20,10 @@ from ddpdoctor.top.headline import slow_phase
 from ddpdoctor.top.snapshot import PHASES, Gpu, RankRow, Times, memory_share
 from ddpdoctor.top.view import by_node, rank_value, selected_rows
 
-# -- define the columns of the board: which there are, which fit, and the text of each cell
+# -- the columns of the board: their definitions, those that fit, and the text of each cell
 
 
-MIN_BAR, MAX_BAR = 20, 80  # Columns of a step's bar
+MIN_BAR, MAX_BAR = 20, 80  # Minimum and maximum width of a step's bar
 
 TIME_COLUMNS = (*PHASES, "own", "total")
 
@@ -38,7 +38,7 @@ class Column:
     importance: int
     unit: str = ""  # Empty for times, which share their unit
     shown: Callable[[float | None], str] | None = None  # Formats its numbers, if they are not times
-    live: bool = True  # Whether words may take its place for a rank that does not run
+    live: bool = True  # Whether words may replace it for a rank that does not run
     left: bool = False
     of_gpu: bool = False
 
@@ -65,7 +65,7 @@ _COLUMNS = (
 _BAR_IMPORTANCE = 92
 
 _OPTIONAL = ("stage", "phase", "heartbeat", "memory", "utilization", "power", "temperature")
-"""Columns left out if no rank has a value, as in a run that is over or without a pipeline."""
+"""Columns to omit if no rank has a value, as in a finished run or one without a pipeline."""
 
 _METER_WIDTHS = {"memory": 12, "utilization": 10}
 """The columns that are bars, and their widths on a wide screen."""
@@ -75,7 +75,7 @@ QUANTILES = (*TIME_COLUMNS, "memory", "utilization", "power")
 
 _MEMORY_STYLES = ((0.95, "error"), (0.80, "warning"), (0.0, "good"))
 _UTILIZATION_STYLES = ((0.70, "good"), (0.30, "warning"), (0.0, "error"))
-"""Colours by minimum share: full memory is bad, and so is an idle GPU."""
+"""Colours by minimum share: an idle GPU is bad."""
 
 
 def phase_cell(times: Times | None, name: str, unit: formatting.TimeUnit) -> str:
@@ -178,7 +178,7 @@ def fitted_cell(column: Column, text: str) -> str:
 
 
 def node_and_gpu(row: RankRow, room: int) -> str:
-    """Return ``node:gpu``. A long name loses its beginning, since the end distinguishes nodes."""
+    """Return ``node:gpu``. Cut the start of a long name, because the end distinguishes nodes."""
     suffix = "" if row.gpu is None else f":{row.gpu.index}"
     node = row.node if row.node.replace(".", "").isdigit() else row.node.partition(".")[0]
     left = max(room - len(suffix), 0)
@@ -187,7 +187,7 @@ def node_and_gpu(row: RankRow, room: int) -> str:
     return node + suffix
 
 
-# -- draw the board of ranks, groups of ranks that do the same, and one rank in full
+# -- draw groups of ranks with the same activity
 
 
 _LABEL_WIDTH = 9
@@ -201,11 +201,11 @@ class RankGroup:
     ranks: tuple[int, ...]
     doing: str  # Phase or collective, or the state if the rank does nothing
     site: str
-    since: float | None  # Seconds since the first of them began it
+    since: float | None  # Seconds since the first of them began the activity
 
 
 def rank_groups(rows: Sequence[RankRow]) -> list[RankGroup]:
-    """Group ranks by activity. Groups of few ranks come first, since they are the unusual ones."""
+    """Group ranks by activity. Small groups come first, because they are the unusual ones."""
     found: dict[tuple[str, str], list[RankRow]] = {}
     for row in rows:
         found.setdefault((activity_text(row), short_site(row.site)), []).append(row)
@@ -241,7 +241,7 @@ def short_site(site: str) -> str:
 
 
 def group_line(group: RankGroup, scene: Scene) -> Line:
-    """Draw a group: ranks, activity, place, duration. If there is little room, use fewer words."""
+    """Draw a group: ranks, activity, place, duration. Use fewer words if there is little room."""
     ranks = scene.cut(bracketed(group.ranks), max(scene.room // 3, 8))
     since = "" if group.since is None else f" for {formatting.duration(group.since)}"
     site = f" {group.site}" if group.site else ""
@@ -357,7 +357,7 @@ def _memory_text(row: RankRow) -> str:
     return ", ".join(facts.values())
 
 
-_MIN_GROWTH = 16 << 20  # Minimum growth of a rank in bytes for its slope to be shown
+_MIN_GROWTH = 16 << 20  # Minimum growth of a rank in bytes to show its slope
 
 
 def _slope_text(row: RankRow, scene: Scene) -> str:
@@ -490,7 +490,7 @@ class _Board:
         nodes = by_node(self._ranks)
         share = len(self._ranks)
         if len(nodes) + share > body:
-            # Not all of them fit: show as many of each node's worst ranks as there is room for.
+            # Not all of them fit: show the worst ranks of each node, as many as there is room for.
             share = max(0, (body - 1) // max(len(nodes), 1) - 1)
         entries: list[RankRow | _Node] = []
         for node in nodes.items():
@@ -553,7 +553,7 @@ class _Board:
         return ((text if bar else fit(text, self._room), "cursor"), *bar)
 
     def _rank_cells(self, row: RankRow, words: str) -> list[Span]:
-        """Draw cursor, sign and numbers. Leave out numbers that do not fit beside the ``words``."""
+        """Draw cursor, sign and numbers. Omit numbers that do not fit next to the ``words``."""
         verdict, style = self._snapshot.verdict, _STYLES.get(row.state, "")
         blamed = row.rank == verdict.rank
         guilty, usual = "", self._snapshot.median
@@ -578,7 +578,7 @@ class _Board:
         return cells
 
     def _words(self, row: RankRow) -> str:
-        """Describe a rank that is not simply running. Empty for one that is."""
+        """Describe a rank that is not simply running. Empty for a running rank."""
         room = self._bar or self._room // 2
         if row.state == "stale":
             text = row.said or f"no heartbeat for {formatting.duration(row.heartbeat)}"
@@ -620,7 +620,7 @@ class _Board:
         return ((self._scene.cut(text), "bold"),)
 
     def _tail(self, rest: Sequence[RankRow], before: int, after: int, lines: int) -> list[Line]:
-        """Summarize the ranks beyond the board in a few lines, with quantiles if they fit."""
+        """Summarize the ranks below the board in a few lines, with quantiles if they fit."""
         nodes = " nodes" if after and not rest else ""
         text = f"{self._marks.ellipsis} {after} more{nodes}" if after else "the last ones"
         above = f", {before} above" if before else ""

@@ -29,7 +29,7 @@ class Marks:
     """The characters of the board. All but the ellipsis are one column wide."""
 
     ascii_only: bool
-    letters: bool  # Whether phases are letters, since there are no colours
+    letters: bool  # Whether phases are letters, for lack of colours
     levels: str  # Bars by height, from empty to full
     fill: str  # A part of a stacked bar
     waiting: str  # Waiting in a stacked bar
@@ -107,7 +107,7 @@ class Frame:
     item: int = 0  # The scroll position of the panel, at most its end
 
     def below(self, lines: Sequence[Line]) -> Frame:
-        """Return the frame below other lines."""
+        """Return the frame moved below other lines."""
         return replace(
             self,
             lines=(*lines, *self.lines),
@@ -129,7 +129,7 @@ class ScreenData:
 
 @dataclass(frozen=True)
 class Scene:
-    """A snapshot, how it is shown, and the available columns."""
+    """A snapshot, the view of it, and the available columns."""
 
     snapshot: Snapshot
     view: View
@@ -175,7 +175,7 @@ def glyph(phase: str, marks: Marks) -> str:
 
 
 def axis_end(longest: float) -> float:
-    """Return the end of an axis: a little above the longest value, so that it seldom changes."""
+    """Return the end of an axis: slightly above the longest value, so that it rarely changes."""
     if longest < _MIN_AXIS or not math.isfinite(longest):
         return 0.0
     digit = 10.0 ** (math.floor(math.log10(longest)) - 1)
@@ -245,7 +245,7 @@ def bar_chart(
     def filled(value: float | None) -> int:
         if value is None or not math.isfinite(value) or value < 0 or top <= 0:
             return 0
-        # A measured value is never an empty bar.
+        # Never draw a measured value as an empty bar.
         return max(1, min(most, math.ceil(value / top * most - 1e-9)))
 
     bars = [filled(value) for value in evenly_spread(values, room)]
@@ -267,7 +267,7 @@ def framed_chart(title: str, top: str, drawn: Sequence[Line]) -> list[Line]:
 
 
 def meter(text: str, share: float | None, room: int, style: str) -> Line:
-    """Draw a text in a cell of ``room`` columns, a share of which is filled."""
+    """Draw a text in a cell of ``room`` columns, and fill a share of the cell."""
     text = f"{text:>{room}}"
     filled = 0 if share is None else round(max(0.0, min(share, 1.0)) * room)
     return ((text[:filled], f"{style} meter"), (text[filled:], ""))

@@ -1,7 +1,7 @@
 """Draw the panels that open over the board, and the sections below it.
 
 Panels open at a key, or take the board's place while there is no run. Below the board are
-findings, what the ranks do, GPUs, charts and output, if there is room.
+findings, the ranks' activities, GPUs, charts and output, if there is room.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def finding_line(row: FindingRow, scene: Scene, room: int) -> Line:
 
 
 def findings_panel(scene: Scene, height: int) -> Frame:
-    """Draw the findings around the selected one, which may be open."""
+    """Draw the findings around the selected one, in full if it is open."""
     found = ordered_findings(scene.snapshot.findings)
     if not found:
         text = "no findings so far" if scene.snapshot.live else "no findings"
@@ -180,8 +180,8 @@ def _stacks_panel(scene: Scene) -> list[Line]:
 def _drawn_stacks(
     taken: TakenStacks, rank: int | None, room: int, ascii_only: bool
 ) -> tuple[Line, ...]:
-    """Draw the stacks. Those of one rank come with its other threads."""
-    # Imported here, since the first screen does not need it.
+    """Draw the stacks. For a single rank, include its other threads."""
+    # Imported here, because the first screen does not need it.
     from ddpdoctor.render import stack_text as render
     from ddpdoctor.stacks.frames import merge
 
@@ -194,7 +194,7 @@ def _drawn_stacks(
     return (*lines, *(render.draw_others(stacks, style, code) if rank is not None else ()))
 
 
-# -- what takes the board's place while there is no run
+# -- the panel in place of the board while there is no run
 
 
 def machine_panel(scene: Scene, height: int) -> list[Line]:
@@ -252,7 +252,7 @@ def _meter_line(name: str, share: float | None, text: str, scene: Scene) -> Line
 # -- below the board
 
 PANE_COLUMNS, PANE_GAP = 58, 3
-"""Minimum columns for a second pane beside the first, and columns between two panes."""
+"""Minimum width of a pane next to another one, and columns between two panes."""
 
 MIN_CHART, MAX_CHART = 6, 20  # Lines of a chart with its title
 
@@ -393,7 +393,7 @@ class _ChartSubject:
     points: tuple[Point, ...]
     rank: int | None
     several: bool  # Whether there are several ranks
-    memory: int | None  # Bytes of the rank's GPU
+    memory: int | None  # Total bytes of the rank's GPU
     watts: float | None  # The power limit of all GPUs
     room: int
     marks: Marks

@@ -13,7 +13,7 @@ from ddpdoctor.top.draw.drawing import LEVELS, Frame, Scene, ScreenData, scene_o
 from ddpdoctor.top.snapshot import RankRow, Snapshot
 from ddpdoctor.top.view import KEYS, View
 
-# -- the lines around the board: the job and the verdict above it, the status and the keys below it
+# -- the lines around the board: job and verdict above it, status and keys below it
 
 
 def header_line(scene: Scene) -> Line:
@@ -188,7 +188,7 @@ def message_line(scene: Scene) -> Line | None:
 
 # -- a whole screen
 
-MIN_BELOW = 14  # Lines left for the parts below, if the board is longer than a tall screen
+MIN_BELOW = 14  # Minimum lines for the parts below, if the board is longer than a tall screen
 
 TALL = 40
 
