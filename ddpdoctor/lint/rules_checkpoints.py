@@ -100,10 +100,7 @@ def load_without_map_location(code: Code) -> Iterator[Hit]:
             continue
         if not _is_checkpoint(code, call) and not _feeds_model(code, call):
             continue
-        if any(word in ast.unparse(call).lower() for word in _PUBLISHED):
-            # Weights that others published are usually on the CPU.
-            continue
-        if _is_saved_from_cpu(code, call):
+        if _is_published(call) or _is_saved_from_cpu(code, call):
             continue
         function = code.function(call)
         elsewhere = any(not each.only_defines for each in code.program.codes if each is not code)
@@ -115,6 +112,11 @@ def load_without_map_location(code: Code) -> Iterator[Hit]:
             "all copies",
             'Pass map_location="cpu", or this rank\'s device.',
         )
+
+
+def _is_published(load: ast.Call) -> bool:
+    """Return whether others published the weights, which are usually on the CPU then."""
+    return any(word in ast.unparse(load).lower() for word in _PUBLISHED)
 
 
 def _is_saved_from_cpu(code: Code, load: ast.Call) -> bool:
