@@ -291,13 +291,14 @@ def refusal(request: Message, text: str) -> list[Message]:
     """Return the answer to a request of a client that cannot be served.
 
     ``initialize`` succeeds, so the client continues with ``attach``, whose error it shows to the
-    user.
+    user. Other requests come from a session that has just ended, which is no error.
     """
     if request.get("command") == "initialize":
         return [response(request, {"supportsConfigurationDoneRequest": True})]
     if request.get("command") == "disconnect":
         return [response(request)]
-    return [response(request, message=text, show=True), event("terminated", {})]
+    show = request.get("command") == "attach"
+    return [response(request, message=text, show=show), event("terminated", {})]
 
 
 def response(

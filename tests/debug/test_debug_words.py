@@ -98,6 +98,12 @@ def test_a_session_of_another_project_and_ones_of_this(
     assert next_event(client, "stopped")["description"] == "rank 0: pause"
 
 
+@pytest.mark.parametrize(("command", "shown"), [("attach", True), ("next", False)])
+def test_only_a_refused_attach_is_shown(command: str, shown: bool) -> None:
+    answer, _ = dap.refusal({"command": command}, "the debug session is over")
+    assert answer["body"]["error"]["showUser"] is shown
+
+
 def next_event(client: Client, name: str, text: str = "") -> dict[str, Any]:
     """The body of the next event of this name."""
     while data := client.socket.recv(65536):
