@@ -106,6 +106,23 @@ export class Configurations implements vscode.DebugConfigurationProvider {
     }
 }
 
+/** Says in words that the job of an entry in launch.json is over, which the Python Debugger shows as ECONNREFUSED. */
+export const stale: vscode.DebugConfigurationProvider = {
+    async resolveDebugConfigurationWithSubstitutedVariables(_folder, given) {
+        const { host, port } = (given['connect'] ?? {}) as { host?: string; port?: number };
+        // A task before the session starts the job.
+        const waits = !/^ddpdoctor: |\(ddpdoctor[,)]/.test(given.name) || given['preLaunchTask'] !== undefined;
+        if (waits || host !== '127.0.0.1' || port === undefined || (await listens(port))) {
+            return given;
+        }
+        void vscode.window.showWarningMessage(
+            `ddpdoctor: no job has port ${port} now. The one that “${given.name}” of launch.json attached to has ended. ` +
+                'Start one with `ddpdoctor run`, or press F5 on the script.',
+        );
+        return undefined;
+    },
+};
+
 /** Return the first of some ports in a row that are free, below those that the kernel gives out. */
 async function freePorts(count: number): Promise<number> {
     for (let tries = 0; tries < 50; tries++) {

@@ -2,7 +2,7 @@
 
 import * as vscode from 'vscode';
 import { Watch, interpreter } from './cli';
-import { Configurations } from './configurations';
+import { Configurations, stale } from './configurations';
 import { Expressions } from './expressions';
 import { onRanks, parseRanks } from './model';
 import { Runs } from './runs';
@@ -49,6 +49,7 @@ export function activate(context: vscode.ExtensionContext): void {
         vscode.window.registerTreeDataProvider('ddpdoctor.expressions', expressions),
         sessions.onChange(() => void expressions.refresh()),
         vscode.debug.registerDebugAdapterTrackerFactory('debugpy', sessions),
+        vscode.debug.registerDebugConfigurationProvider('debugpy', stale),
         vscode.debug.registerDebugConfigurationProvider('ddpdoctor', configurations),
         vscode.debug.registerDebugConfigurationProvider(
             'ddpdoctor',
@@ -74,7 +75,10 @@ export function activate(context: vscode.ExtensionContext): void {
         }),
         command('removeExpression', (node: Parameters<Expressions['remove']>[0]) => expressions.remove(node)),
         command('explain', (code: string) => terminal(['explain', code])),
-        command('report', () => terminal(['report', 'latest', '--workspace', watches[0]?.folder.uri.fsPath ?? '.'])),
+        // VS Code reports another exit status than 0, which a warning has, as a task that failed.
+        command('report', () =>
+            terminal(['report', 'latest', '--workspace', watches[0]?.folder.uri.fsPath ?? '.', '--exit-zero']),
+        ),
     );
 }
 

@@ -90,11 +90,12 @@ export function named(ranks: readonly number[]): string {
 /** Return what a rank does, for one line of a tree. */
 export function doing(rank: Rank): string {
     const file = place(rank.site);
+    const where = [rank.collective || rank.phase, file && `${file.path.split(/[\\/]/).at(-1)}:${file.line}`];
     const parts = [
+        // What is said of a rank in the debugger names its line.
         rank.said || (rank.state === 'running' ? '' : rank.state),
         rank.step === undefined ? '' : `step ${rank.step}`,
-        rank.collective || rank.phase,
-        file && `${file.path.split(/[\\/]/).at(-1)}:${file.line}`,
+        ...(rank.said && rank.state === 'debugger' ? [] : where),
         rank.gpu && gpu(rank.gpu),
         rank.node,
     ];

@@ -25,6 +25,8 @@ test('a rank is described by what is known of it', () => {
     const rank = { rank: 1, state: 'running', step: 7, phase: 'wait', collective: 'all_reduce', site: '/a/b.py:3', gpu };
     assert.equal(doing(rank), 'step 7 · all_reduce · b.py:3 · GPU 0 51 % 3.0 GiB');
     assert.equal(doing({ rank: 0, state: 'dead', said: 'killed by SIGKILL' }), 'killed by SIGKILL');
+    const held = { ...rank, state: 'debugger', said: 'has stopped in the debugger at b.py:4' };
+    assert.equal(doing(held), 'has stopped in the debugger at b.py:4 · step 7 · GPU 0 51 % 3.0 GiB');
     assert.equal(doing({ rank: 0 }), '');
 });
 
