@@ -1,6 +1,6 @@
 /** Run the `ddpdoctor` of the chosen interpreter. */
 
-import { ChildProcess, spawn } from 'node:child_process';
+import { ChildProcess, execFile, spawn } from 'node:child_process';
 import { createInterface } from 'node:readline';
 import * as vscode from 'vscode';
 import { Snapshot, parse } from './model';
@@ -18,6 +18,14 @@ export async function interpreter(folder?: vscode.WorkspaceFolder): Promise<stri
         | { environments?: { getActiveEnvironmentPath(resource?: vscode.Uri): { path: string } } }
         | undefined;
     return api?.environments?.getActiveEnvironmentPath(folder?.uri).path ?? 'python3';
+}
+
+/** Return the page of a finding's code. */
+export async function explain(code: string): Promise<string> {
+    const python = await interpreter(vscode.workspace.workspaceFolders?.[0]);
+    return new Promise((resolve) => {
+        execFile(python, ['-m', 'ddpdoctor', 'explain', code], (error, page, said) => resolve(page || said || String(error)));
+    });
 }
 
 /** Follows the newest run of a folder by `ddpdoctor top --json --watch`. */

@@ -1,7 +1,7 @@
 /** ddpdoctor in VS Code. It shows what the `ddpdoctor` of the chosen interpreter says. */
 
 import * as vscode from 'vscode';
-import { Watch, interpreter } from './cli';
+import { Watch, explain, interpreter } from './cli';
 import { Configurations, stale } from './configurations';
 import { Expressions } from './expressions';
 import { onRanks, parseRanks } from './model';
@@ -45,6 +45,10 @@ export function activate(context: vscode.ExtensionContext): void {
                 follow();
             }
         }),
+        // The code of a diagnostic opens a document. VS Code would not run a command from it.
+        vscode.workspace.registerTextDocumentContentProvider('ddpdoctor', {
+            provideTextDocumentContent: (uri) => explain(uri.path),
+        }),
         vscode.window.registerTreeDataProvider('ddpdoctor.runs', runs),
         vscode.window.registerTreeDataProvider('ddpdoctor.expressions', expressions),
         sessions.onChange(() => void expressions.refresh()),
@@ -74,7 +78,6 @@ export function activate(context: vscode.ExtensionContext): void {
             }
         }),
         command('removeExpression', (node: Parameters<Expressions['remove']>[0]) => expressions.remove(node)),
-        command('explain', (code: string) => terminal(['explain', code])),
         // VS Code reports another exit status than 0, which a warning has, as a task that failed.
         command('report', () =>
             terminal(['report', 'latest', '--workspace', watches[0]?.folder.uri.fsPath ?? '.', '--exit-zero']),

@@ -69,6 +69,11 @@ export function place(site: string | undefined): Place | undefined {
     return found ? { path: found[1]!, line: Number(found[2]) } : undefined;
 }
 
+/** Return where the code of a line ends, without a comment behind it. */
+export function codeLength(line: string): number {
+    return line.replace(/\s+#[^'"]*$/, '').trimEnd().length;
+}
+
 /** Return ranks as people write them: `0-2, 5`. */
 export function ranges(ranks: readonly number[]): string {
     const parts: [number, number][] = [];

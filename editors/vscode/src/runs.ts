@@ -3,7 +3,7 @@
 import * as path from 'node:path';
 import * as vscode from 'vscode';
 import { Watch } from './cli';
-import { Finding, Level, Rank, Snapshot, doing, explained, named, place, status } from './model';
+import { Finding, Level, Rank, Snapshot, codeLength, doing, explained, named, place, status } from './model';
 
 type Node = { run: Snapshot; folder: vscode.Uri } | { rank: Rank; folder: vscode.Uri } | { finding: Finding; folder: vscode.Uri };
 
@@ -67,10 +67,7 @@ export class Runs implements vscode.TreeDataProvider<Node>, vscode.Disposable {
             const range = statement(uri, line);
             const diagnostic = new vscode.Diagnostic(range, explained(finding), SEVERITIES[finding.severity]);
             diagnostic.source = 'ddpdoctor';
-            diagnostic.code = {
-                value: finding.code,
-                target: vscode.Uri.parse(`command:ddpdoctor.explain?${encodeURIComponent(JSON.stringify([finding.code]))}`),
-            };
+            diagnostic.code = { value: finding.code, target: vscode.Uri.from({ scheme: 'ddpdoctor', path: finding.code }) };
             const places = finding.evidence.flatMap((text) => {
                 const site = place(/(\S+\.py:\d+)/.exec(text)?.[1]);
                 return site ? [{ text, site }] : [];
@@ -157,5 +154,5 @@ function statement(uri: vscode.Uri, line: number): vscode.Range {
         return new vscode.Range(at, 0, at, 1000);
     }
     const { text, firstNonWhitespaceCharacterIndex: first } = open.lineAt(at);
-    return new vscode.Range(at, first, at, text.trimEnd().length);
+    return new vscode.Range(at, first, at, codeLength(text));
 }

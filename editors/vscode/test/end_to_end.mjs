@@ -110,7 +110,8 @@ async function answered(title, prompt, text) {
         return asked.waitFor({ timeout: 8000 }).then(() => true, () => false);
     });
     await input().fill(text);
-    await page.keyboard.press('Enter');
+    await input().press('Enter');
+    await asked.waitFor({ state: 'hidden' }); // The extension has validated the answer.
 }
 
 const texts = (selector) =>
@@ -243,8 +244,9 @@ const TRIALS = {
         seen.hover = await hover.innerText();
         await picture('findings-hover');
         await hover.locator('a', { hasText: /DDP\d{3}/ }).first().click();
-        await until(async () => (await panels()).length > 0, 30_000);
-        seen.page = await panels();
+        await page.locator('.tab.active', { hasText: /DDP\d{3}/ }).waitFor({ timeout: 30_000 });
+        seen.page = (await texts('.editor-instance .view-line')).slice(0, 5);
+        await picture('findings-page');
         await command('View: Show Run and Debug');
         seen.stop = await stop();
         return seen;
@@ -255,6 +257,7 @@ const TRIALS = {
         await show('train.py');
         await removeBreakpoints();
         await answered('ddpdoctor: Break Only on Rank', 'Break only on these ranks', '1');
+        await page.locator('.codicon-debug-breakpoint-conditional').first().waitFor();
         const began = await f5();
         await until(stopped(1));
         const seen = { first_stop: Date.now() - began };
@@ -316,6 +319,7 @@ const TRIALS = {
         await show('waits.py');
         await removeBreakpoints();
         await answered('ddpdoctor: Break Only on Rank', 'Break only on these ranks', '1');
+        await page.locator('.codicon-debug-breakpoint-conditional').first().waitFor();
         await f5();
         const seen = { held: await until(stopped(1)) };
         await sleep(2000);

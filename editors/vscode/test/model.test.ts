@@ -1,7 +1,7 @@
 import assert from 'node:assert/strict';
 import { spawnSync } from 'node:child_process';
 import { test } from 'node:test';
-import { doing, explained, grouped, onRanks, parse, parseRanks, place, ranges, runWords, status } from '../src/model';
+import { codeLength, doing, explained, grouped, onRanks, parse, parseRanks, place, ranges, runWords, status } from '../src/model';
 
 const SNAPSHOT = {
     kind: 'run',
@@ -34,6 +34,12 @@ test('a place is a path and a line', () => {
     assert.deepEqual(place('C:\\x\\a.py:12'), { path: 'C:\\x\\a.py', line: 12 });
     assert.equal(place('a.py'), undefined);
     assert.equal(place(undefined), undefined);
+});
+
+test('code ends before its comment', () => {
+    assert.equal(codeLength('    x = 1  # one'), 9);
+    assert.equal(codeLength("print('a # b')  "), 14);
+    assert.equal(codeLength('x = 1'), 5);
 });
 
 test('the status bar says the verdict of a run alone', () => {
