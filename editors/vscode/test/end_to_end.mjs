@@ -143,11 +143,10 @@ async function show(job) {
 }
 
 async function breakHere() {
-    const dots = page.locator('.codicon-debug-breakpoint, .codicon-debug-breakpoint-unverified');
+    const dot = page.locator('.monaco-editor .codicon-debug-breakpoint').first();
     await until(async () => {
         await page.keyboard.press('F9');
-        await sleep(1000);
-        return (await dots.count()) > 0;
+        return dot.waitFor({ timeout: 5000 }).then(() => true, () => false);
     });
 }
 
@@ -155,15 +154,15 @@ async function breakHere() {
 async function f5() {
     await command('View: Show Run and Debug');
     await page.keyboard.press('Control+1'); // The editor has the script to run.
-    await page.keyboard.press('F5');
     const entry = page.locator('.quick-input-list .monaco-list-row', { hasText: 'ddpdoctor: all ranks' }).first();
-    const began = Date.now();
+    let began;
     await until(async () => {
-        if (await entry.isVisible()) {
-            await entry.click();
-        }
-        return (await callStack()).length > 0;
+        began = Date.now();
+        await page.keyboard.press('F5');
+        const chosen = () => entry.click({ timeout: 8000 }).then(() => true, () => false);
+        return (await chosen()) || jobs().length > 0;
     });
+    await until(async () => (await callStack()).length > 0);
     return began;
 }
 
@@ -189,12 +188,16 @@ function jobs() {
 }
 
 async function removeBreakpoints() {
-    await command('Debug: Remove All Breakpoints');
-    await sleep(500);
+    const dots = page.locator('.monaco-editor [class*=codicon-debug-breakpoint]');
     const dialog = page.locator('.monaco-dialog-box');
-    if (await dialog.isVisible()) {
-        await page.keyboard.press('Enter');
-    }
+    await until(async () => {
+        if ((await dots.count()) > 0) {
+            await command('Debug: Remove All Breakpoints');
+            await dialog.waitFor({ timeout: 4000 }).then(() => page.keyboard.press('Enter'), () => {});
+            await sleep(1000);
+        }
+        return (await dots.count()) === 0;
+    });
 }
 
 // The trials
@@ -477,6 +480,8 @@ try {
             seen[name] = await TRIALS[name]();
         } catch (error) {
             seen[name] = { error: String(error) };
+            await picture(name);
+            await stop();
         }
         await picture(name);
         console.error(name, JSON.stringify(seen[name], null, 1));
