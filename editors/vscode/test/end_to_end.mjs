@@ -248,7 +248,9 @@ const TRIALS = {
         await picture('findings-hover');
         await hover.locator('a', { hasText: /DDP\d{3}/ }).first().click();
         await page.locator('.tab.active', { hasText: /DDP\d{3}/ }).waitFor({ timeout: 30_000 });
-        seen.page = (await texts('.editor-instance .view-line')).slice(0, 5);
+        const lines = () => texts('.editor-instance .view-line');
+        await until(async () => (await lines()).some((line) => /^DDP\d{3}/.test(line)));
+        seen.page = (await lines()).slice(0, 5);
         await picture('findings-page');
         await command('View: Show Run and Debug');
         seen.stop = await stop();
