@@ -331,6 +331,7 @@ const TRIALS = {
         await command('ddpdoctor: Pause All Ranks');
         seen.paused = await until(stopped(2));
         seen.call_stack = await callStack();
+        await page.locator('.debug-call-stack .monaco-list-row', { hasText: 'rank 0' }).first().click();
         const waiting = page.locator('.debug-call-stack .monaco-list-row', { hasText: /^\s*reduced/ }).first();
         await waiting.waitFor({ timeout: 30_000 }).then(() => waiting.click(), () => {});
         seen.locals = await until(async () => (await variables()).some((row) => row.startsWith('scale')), 30_000);
