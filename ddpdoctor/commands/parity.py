@@ -27,9 +27,9 @@ from ddpdoctor.core.finding import (
 from ddpdoctor.core.formatting import count, json_text, shown
 from ddpdoctor.core.options import Given, Parser
 from ddpdoctor.diagnose.parity import rows
-from ddpdoctor.diagnose.parity.comparison import compared
 from ddpdoctor.diagnose.parity.curves import Curves, beyond_noise, curves_of
 from ddpdoctor.diagnose.parity.rules_evaluation import compared_evaluations
+from ddpdoctor.diagnose.parity.rules_sizes import compared
 from ddpdoctor.diagnose.parity.training import Training, training_of, wrapped_at
 from ddpdoctor.render import console, curves, terminal
 from ddpdoctor.render.html import parity_page as html

@@ -12,7 +12,9 @@ import contextlib
 import fcntl
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
+from ddpdoctor.core import opening
 from ddpdoctor.run.names import LOCK
 
 _BEGINNING = "late"
@@ -47,9 +49,9 @@ def write_start(descriptor: int, start: RankStart) -> None:
 
 def read_start(directory: str, pid: int) -> RankStart | None:
     """Return what a rank has written. None if it has not started."""
-    path = rank_file(directory, pid)
-    with contextlib.suppress(OSError, ValueError), open(path, errors="replace") as file:
-        state, calls, why = file.read(_SIZE).split(" ", 2)
+    with contextlib.suppress(OSError, ValueError):
+        content = opening.contents(Path(rank_file(directory, pid)), _SIZE)
+        state, calls, why = content.decode("utf-8", "replace").split(" ", 2)
         return RankStart(state, int(calls), why.strip())
     return None
 
@@ -64,16 +66,15 @@ def choose_beginning(directory: str, calls: int) -> None:
 
 def beginning(directory: str) -> int:
     """Return the chosen number of collectives. 0 if none is chosen yet."""
-    path = os.path.join(directory, _BEGINNING)
-    with contextlib.suppress(OSError, ValueError), open(path) as file:
-        return int(file.read(32))
+    with contextlib.suppress(OSError, ValueError):
+        return int(opening.contents(Path(directory, _BEGINNING), 32))
     return 0
 
 
 def has_reader(directory: str) -> bool:
     """Return whether the reader of a run directory lives."""
     try:
-        with open(os.path.join(directory, LOCK)) as file:
+        with opening.file(Path(directory, LOCK)) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -243,7 +243,7 @@ def test_nccl_is_not_green_where_it_was_not_tested_or_ranks_did_not_end() -> Non
     ended = {"correct": 15, "stages": stages, "untested": ""}
     outcome = reductions.nccl_reduction(meeting({"nccl": ended}))
     assert outcome.status is Status.FAIL
-    assert "not ended by 1 of 16 ranks" in outcome.findings[0].message
+    assert "not finished by 1 of 16 ranks" in outcome.findings[0].message
 
 
 def test_a_link_of_unknown_speed_is_said_and_not_compared() -> None:

@@ -201,7 +201,7 @@ def test_slow_and_missing_names() -> None:
     assert message.startswith("name lookups are slow: node1 takes 5.2 s")
     gone = machine(LO, ETH0, endpoint=Lookup("node0", (), 0.1, "Name or service not known"))
     assert said(network.lookups(gone)) == [
-        "the rendezvous' host node0 does not resolve: Name or service not known"
+        "the rendezvous host node0 does not resolve: Name or service not known"
     ]
 
 

@@ -116,7 +116,7 @@ def test_both_follow_the_phases_alike(
 
 
 def test_a_page_that_is_too_small_is_refused() -> None:
-    with pytest.raises(ValueError, match="larger"):
+    with pytest.raises(ValueError, match="too small"):
         hot.core.Phases(SimpleNamespace(memory=bytearray(PAGE_SIZE - 1)))
     with pytest.raises(AttributeError):
         hot.core.Phases(None)
