@@ -76,7 +76,7 @@ def words_of(nodes: Iterable[ast.AST]) -> Words:
             given.setdefault(name, []).append(value)
     named = {name: [_words_in(value) for value in values] for name, values in given.items()}
     words, before = Words(), None
-    # Repeat for names that are set to another such name.
+    # Names may be set to other names that are found by then.
     for _ in range(3):
         if words == before:
             break

@@ -104,7 +104,7 @@ class Alignment(NamedTuple):
         return _START.sub(lambda at: b'"start":%d' % (int(at[1]) + self.ahead), line, count=1)
 
     def record(self, line: bytes) -> bytes | None:
-        """Convert the line of another record. None if it is damaged."""
+        """Convert the line of a record other than a step. None if it is damaged."""
         found = parsed(line)
         if found is None:
             return None

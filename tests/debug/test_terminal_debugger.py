@@ -172,7 +172,7 @@ def test_a_prompt_on_a_terminal(job: Job) -> None:
     with contextlib.closing(Terminal(job.doctor, *words, columns=200)) as terminal:
         terminal.wait_for(b"(ddp) ")
         # Nothing is stopped, so Ctrl-C pauses.
-        terminal.type(b"\x03")
+        terminal.interrupt()
         terminal.wait_for(b" in train")
         terminal.type(b"p 6 * 7\r")
         terminal.wait_for(b"42")
@@ -191,7 +191,7 @@ def test_breakpoint_opens_the_prompt_in_the_jobs_terminal(job: Job) -> None:
         terminal.wait_for(b"tensor([2.])\r\n(ddp) ")
         terminal.seen = b""
         # It reaches the prompt, and not the job.
-        terminal.type(b"\x03")
+        terminal.interrupt()
         terminal.wait_for(b"(ddp) ")
         terminal.type(b"p total + 40\r")
         terminal.wait_for(b"tensor([42.])")

@@ -68,6 +68,19 @@ class Terminal:
             assert time.monotonic() < deadline, f"never seen: {text!r} in {self.seen!r}"
             assert self.read_some() or text in self.seen, f"ended without {text!r}: {self.seen!r}"
 
+    def interrupt(self) -> None:
+        """Press Ctrl-C until something is written.
+
+        Python's ``input`` does not notice a signal between its prompt and its wait for a key.
+        """
+        before, deadline = self.seen, time.monotonic() + LIMIT
+        while self.seen == before:
+            assert time.monotonic() < deadline, f"Ctrl-C changes nothing: {self.seen!r}"
+            self.type(b"\x03")
+            for _ in range(20):
+                if self.seen == before:
+                    assert self.read_some(), f"ended: {self.seen!r}"
+
     def finish(self, timeout: float = LIMIT) -> int:
         deadline = time.monotonic() + timeout
         while self.read_some():
