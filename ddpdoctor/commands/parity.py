@@ -28,8 +28,10 @@ from ddpdoctor.core.formatting import count, json_text, shown
 from ddpdoctor.core.options import Given, Parser
 from ddpdoctor.diagnose.parity import rows
 from ddpdoctor.diagnose.parity.curves import Curves, beyond_noise, curves_of
+from ddpdoctor.diagnose.parity.rules import models
+from ddpdoctor.diagnose.parity.rules_data import epochs
 from ddpdoctor.diagnose.parity.rules_evaluation import compared_evaluations
-from ddpdoctor.diagnose.parity.rules_sizes import compared
+from ddpdoctor.diagnose.parity.rules_rates import rates
 from ddpdoctor.diagnose.parity.training import Training, training_of, wrapped_at
 from ddpdoctor.render import console, curves, terminal
 from ddpdoctor.render.html import parity_page as html
@@ -265,6 +267,12 @@ def _replayed(run: Run, asked: bool) -> Comparison | None:
         return Comparison(why_not=f"it took more than {REPLAY_TIMEOUT:.0f} s")
     except (ValueError, IndexError, KeyError, TypeError):
         return Comparison(why_not="the process that computed it failed")
+
+
+def compared(base: Training, other: Training) -> Iterator[Finding]:
+    """Yield what changed in the training between a smaller and a larger size."""
+    for compare in (rates, epochs, models):
+        yield from compare(base, other)
 
 
 def _findings(every: Sequence[Compared]) -> list[Finding]:

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from ddpdoctor.commands.parity import compared
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.parity import rows
 from ddpdoctor.diagnose.parity.epochs import Epoch
-from ddpdoctor.diagnose.parity.rules_sizes import compared
 from ddpdoctor.diagnose.parity.training import (
     Point,
     Schedule,
