@@ -175,6 +175,7 @@ class RunWatch:
         self._lock: rundir.Lock | None = None
         self.notifications = Notifications(command, reporter.say)
         self._tracking: Tracking | None = None
+        self._targets = command.own.log_to
         self.scheduler = Scheduler()
         self._requests: tuple[RequestWriter, RequestWriter, SuspicionWriter] | None = None
         self._hangs: HangWatch | None = None
@@ -327,10 +328,8 @@ class RunWatch:
                 chosen=self._command.own.run_dir,
             )
             self._watches["the link watch"] = LinkWatch(self.write)
-        if (targets := self._command.own.log_to) and is_first(os.environ):
-            self._tracking = self._guarded(
-                _TRACKERS, Tracking, directory, targets, self._reporter.say
-            )
+        elif is_first(os.environ):
+            self._track(directory)
         self._gpus = GpuWatch()
         self._gpu_poll = GpuPoll(directory)
         self._guarded("the GPU poll", self._gpu_poll.start)
@@ -375,9 +374,7 @@ class RunWatch:
     def _check_run(self, run: Run, now: float) -> None:
         guarded = self._guarded
         if self.nodes is not None:
-            guarded(_NODES, self.nodes.look, run)
-            if self.nodes.job_hangs and self._command.own.kill_on_hang and self._may_end:
-                self._end_hung(f"the job hangs, says {self.nodes.judge}")
+            self._link_nodes(self.nodes, run)
         if self._hangs is not None:
             self._hangs.left_to_head = self._left_to_head
         self._warn_of_mute_ranks(run)
@@ -437,6 +434,22 @@ class RunWatch:
         """Pids of ddpdoctor's processes below the supervisor. They may have children."""
         trackers = {self._tracking.pid} if self._tracking is not None else set()
         return frozenset(trackers | (self.nodes.pids if self.nodes is not None else set()))
+
+    def _link_nodes(self, nodes: NodeLink, run: Run) -> None:
+        self._guarded(_NODES, nodes.look, run)
+        if nodes.job_hangs and self._command.own.kill_on_hang and self._may_end:
+            self._end_hung(f"the job hangs, says {nodes.judge}")
+        if any(rank.rank == 0 and not rank.elsewhere for rank in run.ranks):
+            # The node of rank 0 has the records of all nodes.
+            self._track(run.path)
+
+    def _track(self, directory: Path) -> None:
+        """Start to send the run to the targets of ``--log-to``, once."""
+        targets, self._targets = self._targets, ()
+        if targets:
+            self._tracking = self._guarded(
+                _TRACKERS, Tracking, directory, targets, self._reporter.say
+            )
 
     @property
     def _left_to_head(self) -> bool:
@@ -532,10 +545,12 @@ class RunWatch:
 
     def summarize(self, run: Run | None, status: int) -> None:
         """Print the summary of the run, and send it to the targets of ``--notify``."""
+        judge = self.nodes.judge if self.nodes is not None else ""
         if run is not None:
-            judge = self.nodes.judge if self.nodes is not None else ""
             self._guarded("the summary", self._reporter.summary, run, judge)
         self._guarded(_NOTIFY, self.notifications.end, run, status, self._reporter.current)
+        if run is not None and not judge and is_first(os.environ):
+            self._track(run.path)
         if self._tracking is not None:
             self._guarded(_TRACKERS, self._tracking.end)
         self._note(self._faults)

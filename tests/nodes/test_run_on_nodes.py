@@ -137,6 +137,25 @@ def test_a_rank_that_does_not_join(nodes: Make, how: str) -> None:
     assert running.found(1) == []
 
 
+@pytest.mark.parametrize("how", ["static", "c10d"])
+def test_the_node_of_rank_0_sends_the_run_to_trackers(nodes: Make, how: str) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    checks = nodes(2)
+    running = JobOnHosts(checks, job(checks), how=how, options=("--log-to", "tensorboard"))
+    assert running.wait() == [0, 0]
+    sent = [running.told(number).count("sent to tensorboard") for number in (0, 1)]
+    assert sent == [1, 0], running.told(0) + running.told(1)
+
+
+def test_without_a_link_each_node_sends_its_ranks(nodes: Make) -> None:
+    pytest.importorskip("tensorboard", reason="tensorboard is not installed")
+    checks = nodes(2)
+    options = ("--log-to", "tensorboard", "--no-nodes")
+    running = JobOnHosts(checks, job(checks), options=options)
+    assert running.wait() == [0, 0]
+    assert [running.told(number).count("sent to tensorboard") for number in (0, 1)] == [1, 1]
+
+
 def test_a_long_start_on_another_host_is_no_hang(nodes: Make) -> None:
     checks = nodes(2)
     work = "until = time.time() + 12\nwhile os.environ['RANK'] == '1' and time.time() < until: pass"
