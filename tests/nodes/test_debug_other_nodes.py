@@ -121,6 +121,25 @@ def held(run: Run) -> bool:
     return any(span.end == FOREVER for span in run.debugged)
 
 
+def test_the_terminal_debugger_and_eval_reach_both_nodes(
+    start: Callable[..., Debugged], tmp_path: Path
+) -> None:
+    made = start(JOB, "--stop", str(tmp_path / "stop"), "--how", "none")
+    made.port(1)
+    made.until(0, lambda run: len(run.last) == 2 and all(rank.steps for rank in run.last))
+
+    def cli(*words: str) -> str:
+        return made.hosts[0].run(sys.executable, "-m", "ddpdoctor", *words)
+
+    run = str(made.job.run_dir(0))
+    assert cli("eval", "rank, options.how", run) == "rank 0: (0, 'none')\nrank 1: (1, 'none')\n"
+    line = mark("all_reduce")
+    commands = f"b debugged.py:{line}", "c", "c", "p 6 * 7", "p rank", "q"
+    seen = cli("debug", *(word for each in commands for word in ("-c", each)), run)
+    assert f":{line} in" in seen and "ranks 0-1: 42\nrank 0: 0\nrank 1: 1\n" in seen
+    made.end()
+
+
 @pytest.mark.skipif(KEEPS_TIMEOUT, reason="gloo keeps the timeout that its group was made with")
 def test_a_rank_of_another_node_is_debugged_from_the_head(
     start: Callable[..., Debugged], tmp_path: Path
@@ -206,7 +225,7 @@ def test_a_rank_of_another_node_waits_at_a_breakpoint(start: Callable[..., Debug
 def test_another_user_is_refused_and_a_lost_node_lets_go(
     start: Callable[..., Debugged], tmp_path: Path
 ) -> None:
-    made = start(JOB, "--stop", str(tmp_path / "stop"))
+    made = start(JOB, "--stop", str(tmp_path / "stop"), "--how", "none")
     port, attacked = made.port(1), tmp_path / "attacked"
     words = ("/usr/bin/env", "python3", "-I", "-c", STRANGER, "tcp", "stay", str(port))
     subprocess.run(
