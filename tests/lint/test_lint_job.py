@@ -96,6 +96,7 @@ def test_warnings_are_for_findings_of_the_run(script: str, tmp_path: Path) -> No
     assert found.evidence == ("seen in the code: train.py:2",)
 
 
+@pytest.mark.slow
 def test_strict_fails_for_errors_in_the_code(script: str) -> None:
     command = [sys.executable, "-m", "ddpdoctor", "run", "--no-debug", "--run-dir", "run"]
     for option, status in (("--strict", 3), ("--quiet", 0)):
@@ -136,7 +137,14 @@ def test_code_that_does_not_parse_is_the_jobs_own(script: str, tmp_path: Path, t
     assert done(job.SourceCheck([script])) == []
 
 
-@pytest.mark.parametrize("options", [(), ("--no-lint",), ("--ignore", "DDP4")])
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        pytest.param(("--no-lint",), marks=pytest.mark.slow),
+        pytest.param(("--ignore", "DDP4"), marks=pytest.mark.slow),
+    ],
+)
 def test_run_prints_errors_while_the_job_runs(
     script: str, tmp_path: Path, options: tuple[str, ...]
 ) -> None:

@@ -17,7 +17,9 @@ BY_ADDRESS = ("--rdzv-endpoint", f"192.168.77.1:{PORT}")
 ABOVE_LOOPBACK = "192.168.77"
 
 
-@pytest.mark.parametrize("stale", ["192.168.77.40", "127.0.1.1"])
+@pytest.mark.parametrize(
+    "stale", [pytest.param("192.168.77.40", marks=pytest.mark.slow), "127.0.1.1"]
+)
 def test_an_old_line_of_the_own_name(nodes: Make, stale: str) -> None:
     """The line is added before the old one, which would win."""
     checks = nodes(2, ABOVE_LOOPBACK)

@@ -132,7 +132,7 @@ def test_ranks_made_by_fork(doctor: Doctor) -> None:
     assert result.codes == []
 
 
-@pytest.mark.parametrize("option", ["-I", "-E"])
+@pytest.mark.parametrize("option", ["-I", pytest.param("-E", marks=pytest.mark.slow)])
 def test_an_isolated_interpreter_runs_bare(doctor: Doctor, option: str) -> None:
     script = doctor.write(
         "bare.py",
@@ -309,7 +309,9 @@ print(sorted(name for name in sys.modules if "ddpdoctor" in name or "importlib.u
 """
 
 
-@pytest.mark.parametrize("how", ["helper", "of a worker", "of another session"])
+@pytest.mark.parametrize(
+    "how", ["helper", "of a worker", pytest.param("of another session", marks=pytest.mark.slow)]
+)
 def test_a_python_that_is_no_rank_loads_nothing_of_ours(how: str, doctor: Doctor) -> None:
     doctor.write("helper.py", LOADED)
     bare = doctor.run(sys.executable, "helper.py", watch=False)

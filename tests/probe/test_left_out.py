@@ -46,6 +46,7 @@ def codes(run: Run) -> set[str]:
     return {each.code for each in examine(run, RULES.values())}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("place", "path"), CASES)
 def test_a_budget_that_is_spent_in_the_middle(doctor: Doctor, place: int, path: Path) -> None:
     step, ranks = (20, 4, 9, 1, 33)[place % 5], ("0,1", "0", "1")[place % 3]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import Doctor
 
 JOB = """\
@@ -30,6 +32,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_each_line_is_recorded_once(doctor: Doctor) -> None:
     script = doctor.directory / "job.py"
     script.write_text(JOB)

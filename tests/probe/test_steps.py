@@ -224,6 +224,7 @@ def test_ranks_agree_on_the_number_of_steps_and_armed_forwards(loops: Loops) -> 
     assert (first.steps, first.armed) == (second.steps, second.armed)
 
 
+@pytest.mark.slow
 def test_no_hook_failed(loops: Loops, bare_loops: Loops) -> None:
     for run in (loops.run, bare_loops.run):
         assert [record for rank in run.ranks for record in rank.records.of(FaultRecord)] == []

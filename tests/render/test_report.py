@@ -55,6 +55,7 @@ def said(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str
     return status, capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_it_says_what_the_run_said(
     failed: Result, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,10 @@ from ddpdoctor.stacks.frames import innermost
 from tests.conftest import JOBS, LIMIT, Doctor, Live, Result, marked
 from tests.support.schemas import check_schema
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="stacks are asked for by /proc")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="stacks are asked for by /proc"),
+]
 
 STUCK = JOBS / "stuck.py"
 LINES = {

@@ -94,6 +94,7 @@ def test_the_id_survives_the_journal_and_json() -> None:
     assert from_journal(kept).id == FOUND.id  # type: ignore[arg-type, union-attr]
 
 
+@pytest.mark.slow
 def test_a_job_and_its_report_have_the_same_ids(doctor: Doctor) -> None:
     doctor.write("fails.py", "import torch.distributed as d\nd.init_process_group('gloo')\n1/0\n")
     result = doctor.run(
