@@ -121,8 +121,18 @@ def test_the_smaller_part_of_the_ranks_is_out_of_line(written: Written, script: 
     assert (finding.code, finding.ranks) == ("DDP803", (0,))
     assert finding.message == (
         "rank 0 skipped barrier #1 (default group) at `dist.barrier()` train.py:4, by `if loss < "
-        "best:` train.py:3, in which ranks 1 and 2 were when the job failed"
+        "best:` train.py:3; ranks 1 and 2 were in it when the job failed"
     )
+
+
+def test_a_condition_counts_steps_and_compares_a_loss(written: Written, script: Path) -> None:
+    script.write_text(BY_LOSS.replace("if loss < best", "if step % 50 == 0 and loss < best"))
+    in_backward(written, 0, script)
+    for number in (1, 2):
+        in_barrier(written, number, script)
+    (finding,) = failed(written)
+    assert finding.location is not None and finding.location.line == 3
+    assert "by `if step % 50 == 0 and loss < best:` train.py:3" in finding.message
 
 
 def test_one_rank_of_three_that_called_it_is_out_of_line(written: Written, script: Path) -> None:
@@ -144,7 +154,7 @@ def test_one_rank_that_a_condition_names_skipped_it(written: Written, script: Pa
     assert finding.location is not None and finding.location.line == 3
     assert finding.message == (
         "rank 1 skipped barrier #1 (default group) at `dist.barrier()` train.py:4, by "
-        "`if not (rank == 1 and step == 6):` train.py:3, in which rank 0 was when the job failed"
+        "`if not (rank == 1 and step == 6):` train.py:3; rank 0 was in it when the job failed"
     )
 
 

@@ -332,6 +332,8 @@ def comes_after(chain: Sequence[Location], line: Location) -> bool:
 
 def _shared(test: ast.expr) -> bool:
     """Return whether a condition seems to test a count that all ranks share."""
+    if isinstance(test, ast.BoolOp):
+        return all(map(_shared, test.values))
     nodes = list(ast.walk(test))
     if any(isinstance(each, ast.Mod) for each in nodes):
         return True

@@ -571,8 +571,8 @@ def _skipped_call(
         about=f"{call.site}",
         moment=call.began,
         message=f"{named(who)} {'skipped' if many else 'called'} {call.what} at "
-        f"{quoted(call.site)}{at}, {'in which' if many else 'while'} {_were(others)}"
-        + (" when the job failed" if many else " in DDP's own all-reduce, and the job failed"),
+        f"{quoted(call.site)}{at}{'; ' if many else ', while '}{_were(others)} in "
+        + ("it when the job failed" if many else "DDP's own all-reduce, and the job failed"),
         ranks=tuple(sorted(few or (*inside, *elsewhere))),
         location=decider or call.site,
         evidence=evidence,
