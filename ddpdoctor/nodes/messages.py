@@ -14,10 +14,8 @@ PROTOCOL = 1  # Version of the messages. Nodes with different ones do not exchan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello(Record):
+class Hello(Record, kind="hello"):
     """A node introduces itself, again after each reconnection."""
-
-    kind = "hello"
 
     protocol: int
     host: str
@@ -26,19 +24,15 @@ class Hello(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ping(Record):
+class Ping(Record, kind="ping"):
     """A node reads the head's clock, and shows that it is alive."""
-
-    kind = "ping"
 
     sent: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Began(Record):
+class Began(Record, kind="began"):
     """An attempt of the job began on the node. Its time is in the head's clock."""
-
-    kind = "began"
 
     restart: int  # The node's own number of the attempt
     world_size: int
@@ -46,10 +40,8 @@ class Began(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clock(Record):
+class Clock(Record, kind="clock"):
     """The lead of the head's clock over the node's, in nanoseconds."""
-
-    kind = "clock"
 
     ahead: int
     error: int  # Maximum error of :attr:`ahead`, in nanoseconds
@@ -65,29 +57,23 @@ class Piece(Part):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Files(Record):
+class Files(Record, kind="files"):
     """New contents of files, one after the other in the blob."""
-
-    kind = "files"
 
     number: int  # From 1, without a gap
     pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer(Record):
+class Answer(Record, kind="answer"):
     """The answer to a question. The blob holds it."""
-
-    kind = "answer"
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leave(Record):
+class Leave(Record, kind="leave"):
     """The job's command has ended on the node, and all its records are sent."""
-
-    kind = "leave"
 
     status: int | None = None
 
@@ -96,10 +82,8 @@ class Leave(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Welcome(Record):
+class Welcome(Record, kind="welcome"):
     """The head accepts a node."""
-
-    kind = "welcome"
 
     protocol: int
     host: str
@@ -108,65 +92,51 @@ class Welcome(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pong(Record):
+class Pong(Record, kind="pong"):
     """The head's clock."""
-
-    kind = "pong"
 
     sent: int  # As in the `Ping`
     received: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Numbered(Record):
+class Numbered(Record, kind="numbered"):
     """The number of an attempt in the head's run directory."""
-
-    kind = "numbered"
 
     restart: int  # The node's own number
     attempt: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Taken(Record):
+class Taken(Record, kind="taken"):
     """The head has written the files of a message."""
-
-    kind = "taken"
 
     number: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request(Record):
+class Request(Record, kind="request"):
     """A request from the head's supervisor to all ranks. The blob is its file's new content."""
-
-    kind = "request"
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question(Record):
+class Question(Record, kind="question"):
     """A question to the node. The blob holds its arguments."""
-
-    kind = "question"
 
     number: int
     what: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndHang(Record):
+class EndHang(Record, kind="end_hang"):
     """The head has ended its part of a job that hangs (``--kill-on-hang``)."""
-
-    kind = "end_hang"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Over(Record):
+class Over(Record, kind="over"):
     """The head accepts no more records."""
-
-    kind = "over"
 
     killed: bool = False  # Whether its ddpdoctor was killed. Otherwise the job has ended there.
 
@@ -175,10 +145,8 @@ class Over(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held(Record):
+class Held(Record, kind="held"):
     """Whether a debugger holds ranks: of the node, or, from the head, of any other node."""
-
-    kind = "held"
 
     held: bool
 
@@ -193,49 +161,39 @@ class DebugRank(Part):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DebugRanks(Record):
+class DebugRanks(Record, kind="debug_ranks"):
     """The ranks of the node to which a debugger can be attached."""
-
-    kind = "debug_ranks"
 
     ranks: tuple[DebugRank, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamOpened(Record):
+class StreamOpened(Record, kind="stream_opened"):
     """A debugger on the head has connected to the port of a rank."""
-
-    kind = "stream_opened"
 
     number: int
     index: int  # As in `DebugRank`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamData(Record):
+class StreamData(Record, kind="stream_data"):
     """Bytes of a connection. The blob holds them."""
-
-    kind = "stream_data"
 
     number: int
     at: int  # Number of bytes sent before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamTaken(Record):
+class StreamTaken(Record, kind="stream_taken"):
     """All bytes up to this position are delivered, so more may be sent."""
-
-    kind = "stream_taken"
 
     number: int
     at: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StreamClosed(Record):
+class StreamClosed(Record, kind="stream_closed"):
     """A connection is closed. No bytes follow."""
-
-    kind = "stream_closed"
 
     number: int
 

@@ -128,12 +128,22 @@ class Part(Base):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record(Part):
-    """A line of a journal. The docstring of a subclass says what it reports."""
+    """A line of a journal. The docstring of a subclass says what it reports.
+
+    A subclass names its kind: ``class SaveRecord(Record, kind="save", kept=16)``.
+    """
 
     kind: ClassVar[str] = ""  # The value of ``kind`` in the line
     kept: ClassVar[int] = EVERY
     """Number of first records that survive rotation: they are repeated at the head of each new
     segment. 0 if only the newest ones matter, `EVERY` for rare kinds."""
+
+    def __init_subclass__(cls, kind: str = "", kept: int | None = None) -> None:
+        # Without arguments for the second class that `slots` makes, which has the attributes.
+        if kind:
+            cls.kind = kind
+        if kept is not None:
+            cls.kept = kept
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

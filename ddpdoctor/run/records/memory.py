@@ -35,11 +35,8 @@ class WorkerMemory(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryRecord(Record):
+class MemoryRecord(Record, kind="memory", kept=1024):
     """The memory of a rank in some steps. Points get rarer as the rank gets older."""
-
-    kind = "memory"
-    kept = 1024
 
     time: int
     points: tuple[MemoryPoint, ...] = ()
@@ -49,11 +46,8 @@ class MemoryRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DatasetRecord(Record):
+class DatasetRecord(Record, kind="dataset_memory", kept=8):
     """A large Python container in a data set that is read by worker processes."""
-
-    kind = "dataset_memory"
-    kept = 8
 
     type: str  # The class of the data set
     name: str  # The attribute
@@ -88,11 +82,8 @@ class Allocated(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HoldersRecord(Record):
+class HoldersRecord(Record, kind="holders", kept=64):
     """Objects that grew on a rank whose memory grows, according to several samples."""
-
-    kind = "holders"
-    kept = 64
 
     time: int
     first: int  # Step of the first sample
@@ -126,10 +117,8 @@ class AllocatorFacts(Part):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutOfMemoryRecord(Record):
+class OutOfMemoryRecord(Record, kind="out_of_memory"):
     """The memory of a rank's GPU when an exception reported that it ran out."""
-
-    kind = "out_of_memory"
 
     time: int
     step: int

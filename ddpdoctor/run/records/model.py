@@ -24,10 +24,8 @@ class Parameter(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DdpRecord(PlacedRecord):
+class DdpRecord(PlacedRecord, kind="ddp"):
     """A DDP module was built."""
-
-    kind = "ddp"
 
     time: int = 0
     module: str = ""  # The class of the model
@@ -43,11 +41,8 @@ class DdpRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageRecord(PlacedRecord):
+class StageRecord(PlacedRecord, kind="stage", kept=64):
     """A pipeline stage was built (``torch.distributed.pipelining``)."""
-
-    kind = "stage"
-    kept = 64
 
     stage: int  # From 0
     stages: int  # Number of stages of the pipeline
@@ -56,11 +51,8 @@ class StageRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelRecord(PlacedRecord):
+class ModelRecord(PlacedRecord, kind="model", kept=8):
     """The parameters that a rank gave to DDP. A long record."""
-
-    kind = "model"
-    kept = 8
 
     time: int = 0
     number: int  # Number of the model on the rank
@@ -79,10 +71,8 @@ class GradientlessParameter(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoGradientRecord(PlacedRecord):
+class NoGradientRecord(PlacedRecord, kind="no_gradient"):
     """Parameters that got no gradient."""
-
-    kind = "no_gradient"
 
     time: int = 0
     step: int
@@ -94,13 +84,11 @@ class NoGradientRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NeverUsedRecord(PlacedRecord):
+class NeverUsedRecord(PlacedRecord, kind="never_used"):
     """Parameters without a gradient in every backward, in a module whose options allow that.
 
     Written again when fewer are left.
     """
-
-    kind = "never_used"
 
     ddp: int
     backwards: int  # Synchronized backwards that were examined
@@ -111,23 +99,19 @@ class NeverUsedRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraphCutRecord(PlacedRecord):
+class GraphCutRecord(PlacedRecord, kind="graph_cut"):
     """A collective was given a tensor that needs a gradient, and its output has none."""
-
-    kind = "graph_cut"
 
     step: int
     call: str  # The function: ``all_gather``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossScaleRecord(PlacedRecord):
+class LossScaleRecord(PlacedRecord, kind="loss_scale"):
     """A backward began with a loss that was reduced over the ranks, or divided by their number.
 
     The line is that of the reduction, or of the backward if nothing was reduced.
     """
-
-    kind = "loss_scale"
 
     step: int
     call: str = ""  # The function that reduced it
@@ -135,10 +119,8 @@ class LossScaleRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GradientScaleRecord(Record):
+class GradientScaleRecord(Record, kind="gradient_scale"):
     """The factor that the job applied to a gradient between backward and optimizer step."""
-
-    kind = "gradient_scale"
 
     step: int  # The last of these steps
     name: str  # The parameter
@@ -146,10 +128,8 @@ class GradientScaleRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnreducedRecord(PlacedRecord):
+class UnreducedRecord(PlacedRecord, kind="unreduced"):
     """An optimizer stepped with gradients that were not all-reduced."""
-
-    kind = "unreduced"
 
     step: int
     ddp: int  # For parameters outside DDP modules: -1 minus the number of the optimizer
@@ -162,20 +142,16 @@ class UnreducedRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoSyncVainRecord(PlacedRecord):
+class NoSyncVainRecord(PlacedRecord, kind="no_sync_vain"):
     """A no_sync() that saved no communication."""
-
-    kind = "no_sync_vain"
 
     step: int
     ddp: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FindUnusedRecord(Record):
+class FindUnusedRecord(Record, kind="find_unused"):
     """The effect of find_unused_parameters: whether any parameters were unused."""
-
-    kind = "find_unused"
 
     ddp: int
     iterations: int  # Synchronized backwards that were examined
@@ -184,23 +160,19 @@ class FindUnusedRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConstantLossRecord(PlacedRecord):
+class ConstantLossRecord(PlacedRecord, kind="constant_loss"):
     """A backward that DDP was to reduce had a loss that depends on no parameter. At most 16.
 
     ``path`` and ``line`` are those of the backward.
     """
-
-    kind = "constant_loss"
 
     step: int
     backward: int  # Its number among the reduced backwards of the rank, from 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BatchNormRecord(Record):
+class BatchNormRecord(Record, kind="batchnorm"):
     """BatchNorm layers that compute statistics from one rank's batch."""
-
-    kind = "batchnorm"
 
     ddp: int
     layers: tuple[str, ...]  # The first of them
@@ -208,10 +180,8 @@ class BatchNormRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnownedRecord(PlacedRecord):
+class UnownedRecord(PlacedRecord, kind="unowned"):
     """Parameters that belong to no optimizer."""
-
-    kind = "unowned"
 
     time: int = 0
     ddp: int
@@ -225,10 +195,8 @@ class UnownedRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RemadeRecord(PlacedRecord):
+class RemadeRecord(PlacedRecord, kind="remade"):
     """Optimizers or schedulers re-created at each step or epoch."""
-
-    kind = "remade"
 
     time: int = 0
     step: int
@@ -242,10 +210,8 @@ class RemadeRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleRecord(PlacedRecord):
+class ScheduleRecord(PlacedRecord, kind="schedule"):
     """The last state of a learning rate scheduler, written at the end of a rank."""
-
-    kind = "schedule"
 
     scheduler: str  # Its class
     position: int  # Its ``last_epoch`` before the last optimizer step
@@ -254,10 +220,8 @@ class ScheduleRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnzeroedRecord(PlacedRecord):
+class UnzeroedRecord(PlacedRecord, kind="unzeroed"):
     """Gradients that were never zeroed."""
-
-    kind = "unzeroed"
 
     optimizer: str
     step: int
@@ -269,21 +233,16 @@ class UnzeroedRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClipRecord(PlacedRecord):
+class ClipRecord(PlacedRecord, kind="clip", kept=64):
     """The call that clips gradients changed."""
-
-    kind = "clip"
-    kept = 64
 
     step: int
     call: str = ""  # The function. Empty if gradients are no longer clipped.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MisplacedClipRecord(PlacedRecord):
+class MisplacedClipRecord(PlacedRecord, kind="misplaced_clip"):
     """Gradients were clipped too early, in several steps in a row."""
-
-    kind = "misplaced_clip"
 
     step: int
     call: str  # The function
@@ -293,11 +252,8 @@ class MisplacedClipRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EditRecord(Record):
+class EditRecord(Record, kind="edit", kept=64):
     """The job changes a different set of gradients before the step than it did earlier."""
-
-    kind = "edit"
-    kept = 64
 
     step: int
     ddp: int
@@ -321,10 +277,8 @@ class Origin(Part):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NonfiniteRecord(Record):
+class NonfiniteRecord(Record, kind="nonfinite"):
     """A loss that was not finite. A few per rank."""
-
-    kind = "nonfinite"
 
     time: int = 0
     step: int
@@ -334,10 +288,8 @@ class NonfiniteRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NonfiniteGradientRecord(Record):
+class NonfiniteGradientRecord(Record, kind="nonfinite_gradient"):
     """A gradient that was not finite before it was reduced. A few per rank."""
-
-    kind = "nonfinite_gradient"
 
     time: int = 0
     step: int
@@ -370,10 +322,8 @@ class IndexedTensor(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorsRecord(Record):
+class TensorsRecord(Record, kind="tensors"):
     """The tensors that fingerprints cover. Written again when they change."""
-
-    kind = "tensors"
 
     module: int
     type: str = ""  # The class of the model
@@ -383,10 +333,9 @@ class TensorsRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FingerprintRecord(Record):
+class FingerprintRecord(Record, kind="fingerprint"):
     """Hashes of the parameters after a step."""
 
-    kind = "fingerprint"
     # Replicas that differ from the first step have other causes.
     kept = 16
 
@@ -403,10 +352,9 @@ class FingerprintRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TogetherRecord(Record):
+class TogetherRecord(Record, kind="together"):
     """Hashes of the parameters after a collective of their size."""
 
-    kind = "together"
     # Replicas that the job itself makes equal again do not diverge.
     kept = 16
 
@@ -417,11 +365,8 @@ class TogetherRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ElementsRecord(Record):
+class ElementsRecord(Record, kind="elements", kept=8):
     """Elements of tensors that are suspected to differ. A long record."""
-
-    kind = "elements"
-    kept = 8
 
     step: int
     module: int
@@ -430,11 +375,8 @@ class ElementsRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BuffersRecord(Record):
+class BuffersRecord(Record, kind="buffers", kept=16):
     """Hashes of the buffers at the first forward of a step."""
-
-    kind = "buffers"
-    kept = 16
 
     step: int
     module: int
@@ -446,11 +388,8 @@ class BuffersRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StatisticsRecord(PlacedRecord):
+class StatisticsRecord(PlacedRecord, kind="statistics", kept=16):
     """Running statistics of normalization layers in an evaluation."""
-
-    kind = "statistics"
-    kept = 16
 
     time: int = 0
     module: int
@@ -463,11 +402,8 @@ class StatisticsRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OtherModelRecord(Record):
+class OtherModelRecord(Record, kind="other_model", kept=16):
     """Weights of a model outside DDP in evaluation mode, when an evaluation began."""
-
-    kind = "other_model"
-    kept = 16
 
     number: int  # Number of the model on the rank
     type: str  # The class of the model
@@ -476,11 +412,8 @@ class OtherModelRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OutsideRecord(Record):
+class OutsideRecord(Record, kind="outside", kept=1024):
     """Parameters were changed between two optimizer steps."""
-
-    kind = "outside"
-    kept = 1024
 
     step: int  # The earlier step
     module: int
@@ -498,34 +431,25 @@ class ChangeRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRecord(ChangeRecord):
+class LoadRecord(ChangeRecord, kind="load"):
     """Weights were loaded into a module. At most 64 per rank."""
-
-    kind = "load"
 
     module: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeRecord(ChangeRecord):
+class ResumeRecord(ChangeRecord, kind="resume"):
     """An optimizer's state was loaded. At most 64 per rank."""
 
-    kind = "resume"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CutRecord(ChangeRecord):
+class CutRecord(ChangeRecord, kind="cut"):
     """A scheduler cut the learning rate. At most 64 per rank."""
 
-    kind = "cut"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SoloRecord(Record):
+class SoloRecord(Record, kind="solo", kept=16):
     """A rank that trains without DDP: facts to compare with other ranks."""
-
-    kind = "solo"
-    kept = 16
 
     time: int = 0
     step: int
@@ -546,10 +470,8 @@ class SoloRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SoloEndRecord(Record):
+class SoloEndRecord(Record, kind="solo_end"):
     """The end of a rank that trained without DDP."""
-
-    kind = "solo_end"
 
     time: int = 0
     steps: int

@@ -10,10 +10,8 @@ from ddpdoctor.run.records.base import CodeFrame, Part, PlacedRecord, Record, da
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpenRecord(Record):
+class OpenRecord(Record, kind="open"):
     """A process became a rank: its identity, host and versions."""
-
-    kind = "open"
 
     format: int  # Version of the rank's files
     rank: int
@@ -40,10 +38,8 @@ class OpenRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StoreRecord(Record):
+class StoreRecord(Record, kind="store"):
     """The store at which the ranks of a job met, if some may be on other nodes."""
-
-    kind = "store"
 
     host: str = ""  # Host name or address of the TCPStore
     port: int = 0
@@ -53,11 +49,8 @@ class StoreRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OverrideRecord(PlacedRecord):
+class OverrideRecord(PlacedRecord, kind="override", kept=64):
     """ddpdoctor overrode an argument or a seed of the job for `ddpdoctor scale` or `parity`."""
-
-    kind = "override"
-    kept = 64
 
     owner: str  # The class, such as ``DistributedDataParallel``, or ``seed``
     name: str
@@ -65,10 +58,8 @@ class OverrideRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndRecord(Record):
+class EndRecord(Record, kind="end"):
     """The normal end of a rank's script."""
-
-    kind = "end"
 
     time: int
     steps: int = 0
@@ -80,11 +71,8 @@ class EndRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnWorkRecord(Record):
+class OwnWorkRecord(Record, kind="own_work", kept=64):
     """A rank has been outside of all phases for a long time. At most 64 per rank."""
-
-    kind = "own_work"
-    kept = 64
 
     time: int
     since: int  # Time at which the last phase ended
@@ -126,10 +114,8 @@ class ReadFile(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FileRecord(PlacedRecord):
+class FileRecord(PlacedRecord, kind="file"):
     """A rank is about to change a file or directory. Once for each, at most 64 times per rank."""
-
-    kind = "file"
 
     time: int
     what: str
@@ -171,10 +157,8 @@ class EndOfProcess(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExitRecord(EndOfProcess):
+class ExitRecord(EndOfProcess, kind="exit"):
     """A call of sys.exit, os._exit or the like."""
-
-    kind = "exit"
 
     how: str  # ``sys.exit`` or ``os._exit``
     status: int
@@ -183,10 +167,8 @@ class ExitRecord(EndOfProcess):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorRecord(EndOfProcess):
+class ErrorRecord(EndOfProcess, kind="error"):
     """An uncaught exception, of a rank or of another process of the job."""
-
-    kind = "error"
 
     exception: str  # Its class, with the module unless that is the script or ``builtins``
     message: str = ""
@@ -201,39 +183,31 @@ class ErrorRecord(EndOfProcess):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ThreadErrorRecord(ErrorRecord):
+class ThreadErrorRecord(ErrorRecord, kind="thread_error"):
     """An exception that ended a thread. A few per rank."""
-
-    kind = "thread_error"
 
     thread: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShownErrorRecord(ErrorRecord):
+class ShownErrorRecord(ErrorRecord, kind="shown_error"):
     """The exception whose traceback was printed last."""
-
-    kind = "shown_error"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PendingErrorRecord(ErrorRecord):
+class PendingErrorRecord(ErrorRecord, kind="pending_error"):
     """A collective was called while this exception was being handled.
 
     It may be the end of a ``finally`` or ``with``, which the other ranks do not reach. Written once
     for each line and kind of exception, at most 16 times per rank.
     """
 
-    kind = "pending_error"
-
     called_at: Location | None = None  # The line that called the collective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OwnStoreRecord(EndOfProcess):
+class OwnStoreRecord(EndOfProcess, kind="own_store"):
     """A rank connects to a store of the script that no rank serves."""
-
-    kind = "own_store"
 
     host: str | None
     port: str
@@ -242,10 +216,8 @@ class OwnStoreRecord(EndOfProcess):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FaultRecord(Record):
+class FaultRecord(Record, kind="fault"):
     """An error of ddpdoctor itself, once for each part."""
-
-    kind = "fault"
 
     error: str
     time: int = 0
@@ -255,20 +227,16 @@ class FaultRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LimitRecord(Record):
+class LimitRecord(Record, kind="limit"):
     """A rank writes no more records of a kind: there were too many. Once for each kind."""
-
-    kind = "limit"
 
     time: int
     of: str  # The kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LocalRankRecord(PlacedRecord):
+class LocalRankRecord(PlacedRecord, kind="local_rank"):
     """The script parsed a local rank from an option that torchrun does not set."""
-
-    kind = "local_rank"
 
     parsed: int
     environment: int  # The value of LOCAL_RANK
@@ -279,7 +247,5 @@ DATA_PARALLEL_AFTER = 16  # `DataParallelRecord` is written before this step, or
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DataParallelRecord(PlacedRecord):
+class DataParallelRecord(PlacedRecord, kind="data_parallel"):
     """An nn.DataParallel was built."""
-
-    kind = "data_parallel"

@@ -285,10 +285,8 @@ class Ras(Part):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobRecord(Record):
+class JobRecord(Record, kind="job"):
     """The job's command ended."""
-
-    kind = "job"
 
     time: int
     status: int | None  # Its exit status, negative for the number of a signal
@@ -296,10 +294,8 @@ class JobRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SignalRecord(Record):
+class SignalRecord(Record, kind="signal"):
     """A signal was passed on to the job."""
-
-    kind = "signal"
 
     time: int
     signal: int
@@ -308,10 +304,8 @@ class SignalRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankExitRecord(Record):
+class RankExitRecord(Record, kind="rank_exit"):
     """A rank's process ended."""
-
-    kind = "rank_exit"
 
     time: int
     rank: int
@@ -323,10 +317,8 @@ class RankExitRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HangRecord(Record):
+class HangRecord(Record, kind="hang"):
     """An examination of a job that makes no progress."""
-
-    kind = "hang"
 
     time: int
     number: int
@@ -345,20 +337,16 @@ class HangRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HangOverRecord(Record):
+class HangOverRecord(Record, kind="hang_over"):
     """The job continues."""
-
-    kind = "hang_over"
 
     time: int
     number: int  # Number of the examination of that hang
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NoCoreRecord(Record):
+class NoCoreRecord(Record, kind="no_core"):
     """A rank that had no core for part of the time in which it made no progress."""
-
-    kind = "no_core"
 
     time: int
     rank: int
@@ -368,10 +356,8 @@ class NoCoreRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DebugRecord(PlacedRecord):
+class DebugRecord(PlacedRecord, kind="debug"):
     """A debugger attached, stopped a rank, or detached."""
-
-    kind = "debug"
 
     time: int
     state: str
@@ -429,10 +415,8 @@ class GpuState(Part):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpusRecord(Record):
+class GpusRecord(Record, kind="gpus"):
     """The GPUs on which ranks hold memory. Written when that changes or a rank is slow."""
-
-    kind = "gpus"
 
     time: int
     held: tuple[HeldMemory, ...]
@@ -462,10 +446,8 @@ class GpuVitals(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VitalsRecord(Record):
+class VitalsRecord(Record, kind="vitals"):
     """A sample of ranks' memory and GPUs' load, in a file next to the journals."""
-
-    kind = "vitals"
 
     time: int
     restart: int
@@ -474,10 +456,8 @@ class VitalsRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SuspicionRecord(Record):
+class SuspicionRecord(Record, kind="suspicion"):
     """Ranks were asked to write out tensors."""
-
-    kind = "suspicion"
 
     time: int
     restart: int
@@ -506,10 +486,8 @@ class BusyProcess(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileRequestRecord(Record):
+class ProfileRequestRecord(Record, kind="profile"):
     """Ranks were asked for samples of their stacks. Includes the machine's activity meanwhile."""
-
-    kind = "profile"
 
     time: int
     restart: int
@@ -528,10 +506,8 @@ class FoundLocation(Part):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FindingRecord(Record):
+class FindingRecord(Record, kind="finding"):
     """A finding was reported."""
-
-    kind = "finding"
 
     time: int
     restart: int
@@ -548,10 +524,8 @@ class FindingRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RetractionRecord(Record):
+class RetractionRecord(Record, kind="retraction"):
     """A reported finding is withdrawn."""
-
-    kind = "retraction"
 
     time: int
     number: int
@@ -564,10 +538,8 @@ class RetractionRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeRecord(Record):
+class NodeRecord(Record, kind="node"):
     """Another node of the job joined, left, or was lost."""
-
-    kind = "node"
 
     time: int
     number: int  # Its number in this run directory, from 1
@@ -583,10 +555,8 @@ class NodeRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkRecord(Record):
+class LinkRecord(Record, kind="link"):
     """Traffic of a node's ranks to another node's address, while they waited most of the time."""
-
-    kind = "link"
 
     time: int
     host: str  # The node that sent
@@ -602,10 +572,8 @@ class LinkRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HeadRecord(Record):
+class HeadRecord(Record, kind="head"):
     """The state of the link from this node to the head, which judges all ranks."""
-
-    kind = "head"
 
     time: int
     state: str  # ``linked``, ``lost``
@@ -614,10 +582,8 @@ class HeadRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UnwatchedRecord(Record):
+class UnwatchedRecord(Record, kind="unwatched"):
     """The reason why nothing is known about the ranks."""
-
-    kind = "unwatched"
 
     time: int
     why: str

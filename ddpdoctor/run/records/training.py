@@ -15,14 +15,11 @@ from ddpdoctor.run.records.base import CodeFrame, Part, PlacedRecord, Record, da
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepRecord(Record):
+class StepRecord(Record, kind="step", kept=0):
     """A step and how its time was spent, or the averages of several short steps.
 
     ``data``, ``forward``, ``backward``, ``optimizer``, ``other`` and ``wait`` add up to ``total``.
     """
-
-    kind = "step"
-    kept = 0
 
     step: int = -1  # Its number, or that of the last of several. -1 if the line is not a step.
     steps: int = 1  # Number of steps in the line. Loss and samples are those of some of them.
@@ -71,11 +68,8 @@ class StepRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedRecord(Record):
+class TrainedRecord(Record, kind="trained", kept=16):
     """The data and settings of one step. Written on request (`ddpdoctor.run.names.TRAINED`)."""
-
-    kind = "trained"
-    kept = 16
 
     step: int
     rates: tuple[float, ...] = ()  # Learning rate of each parameter group, before the step
@@ -100,13 +94,11 @@ class TrainedRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedModelRecord(PlacedRecord):
+class TrainedModelRecord(PlacedRecord, kind="trained_model"):
     """The model that a rank trains, at its first step. Written like `TrainedRecord`.
 
     ``path`` and ``line`` are those of a hook that clips the gradient of a parameter, if any.
     """
-
-    kind = "trained_model"
 
     weights: float  # Norm of all parameters
     batchnorm: int  # Number of BatchNorm layers
@@ -115,13 +107,11 @@ class TrainedModelRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CourseRecord(PlacedRecord):
+class CourseRecord(PlacedRecord, kind="course"):
     """The schedule of the learning rate, where it could be computed. Written like `TrainedRecord`.
 
     Positions are those of the scheduler. None if a position was not found.
     """
-
-    kind = "course"
 
     scheduler: str  # Its class
     start: int  # Its position then
@@ -132,11 +122,8 @@ class CourseRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CapsuleRecord(PlacedRecord):
+class CapsuleRecord(PlacedRecord, kind="capsule", kept=8):
     """A step that was kept so that it can be recomputed, or the reason why it was not."""
-
-    kind = "capsule"
-    kept = 8
 
     time: int
     step: int
@@ -145,10 +132,8 @@ class CapsuleRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SiteRecord(PlacedRecord):
+class SiteRecord(PlacedRecord, kind="site"):
     """A line of the user's code that enters a phase. Written once for each."""
-
-    kind = "site"
 
     phase: str
 
@@ -165,13 +150,11 @@ class SampledStack(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ProfileRecord(Record):
+class ProfileRecord(Record, kind="profile"):
     """How a rank spent its time, by samples of its stack. At most 3 per rank.
 
     The counters after ``samples`` cover the sampled period. They are 0 if they cannot be read.
     """
-
-    kind = "profile"
 
     time: int
     asked: int  # Number of the request that it answers
@@ -206,10 +189,9 @@ class IdleBatch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoopRecord(Record):
+class LoopRecord(Record, kind="loop"):
     """A training loop began or ended."""
 
-    kind = "loop"
     # A start without an end would look like a loop that was never left.
     kept = 0
 
@@ -229,10 +211,8 @@ class LoopRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationRecord(PlacedRecord):
+class EvaluationRecord(PlacedRecord, kind="evaluation"):
     """A DDP forward without gradients that broadcasts buffers. At most 64 per rank."""
-
-    kind = "evaluation"
 
     time: int
     armed: int  # Forward passes so far whose backward is all-reduced
@@ -278,14 +258,12 @@ class Sketch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassRecord(PlacedRecord):
+class PassRecord(PlacedRecord, kind="pass"):
     """The indices drawn by a pass over a loader. At most 32 passes per rank.
 
     ``path`` and ``line`` are where the loader is read. Each pass is written several times. The last
     record counts.
     """
-
-    kind = "pass"
 
     time: int = 0
     pass_: int  # Number of the pass on the rank
@@ -343,13 +321,11 @@ class GeneratorState(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RandomRecord(Record):
+class RandomRecord(Record, kind="random"):
     """States of the generators that all libraries share, in the order in which they were read.
 
     At most one per rank, about a few steps in a row, and one per worker of a loader.
     """
-
-    kind = "random"
 
     time: int
     rank: int
@@ -362,10 +338,8 @@ class RandomRecord(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveRecord(PlacedRecord):
+class SaveRecord(PlacedRecord, kind="save"):
     """A checkpoint was saved. At most 50 per rank."""
-
-    kind = "save"
 
     time: int
     file: str
@@ -374,10 +348,8 @@ class SaveRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuLoadRecord(PlacedRecord):
+class GpuLoadRecord(PlacedRecord, kind="gpu_load"):
     """torch.load put tensors on a GPU. At most 50 per rank."""
-
-    kind = "gpu_load"
 
     time: int = 0
     device: str
@@ -386,10 +358,8 @@ class GpuLoadRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NotAppliedRecord(PlacedRecord):
+class NotAppliedRecord(PlacedRecord, kind="not_applied"):
     """strict=False skipped most of a checkpoint."""
-
-    kind = "not_applied"
 
     number: int = -1
     matched: int  # Number of matching names
@@ -402,9 +372,7 @@ class NotAppliedRecord(PlacedRecord):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AppliedRecord(Record):
+class AppliedRecord(Record, kind="applied"):
     """A later load replaced one that was not applied."""
-
-    kind = "applied"
 
     number: int
