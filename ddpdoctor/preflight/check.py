@@ -75,24 +75,16 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a check.
+    """The result of a check."""
 
-    Attributes:
-        status: How it ended.
-        detail: One line: what was tested ("8 of 8 ranks reduced correctly"), or why it was skipped
-            or could not run.
-        findings: The problems found, each with its fix and a line to paste.
-        check: The check's name. `run_checks` sets it, and ``seconds``.
-        seconds: How long it took.
-        exclude: The host names of nodes to exclude from a job.
-    """
-
-    status: Status
+    status: Status  # How it ended
     detail: str
-    findings: tuple[Finding, ...] = ()
-    check: str = ""
-    seconds: float = 0.0
-    exclude: tuple[str, ...] = ()
+    """One line: what was tested ("8 of 8 ranks reduced correctly"), or why it was skipped or could
+    not run."""
+    findings: tuple[Finding, ...] = ()  # The problems found, each with its fix and a line to paste
+    check: str = ""  # The check's name. `run_checks` sets it, and ``seconds``.
+    seconds: float = 0.0  # How long it took
+    exclude: tuple[str, ...] = ()  # The host names of nodes to exclude from a job
 
 
 def passed(detail: str) -> Outcome:
@@ -147,28 +139,21 @@ Run = Callable[[Situation], Outcome]
 
 @dataclass(frozen=True)
 class Check:
-    """A test of a machine, or of a set of nodes.
+    """A test of a machine, or of a set of nodes."""
 
-    Attributes:
-        name: The name that ``--only`` and ``--skip`` take.
-        code: The code of its findings. DDP001 to DDP049 are about a machine, DDP050 to DDP099 about
-            several nodes. ``ddpdoctor explain`` prints its page.
-        scope: ``nodes`` checks run if there is more than one node.
-        limit: Seconds it may take.
-        yields_to: The checks whose findings may explain this one's, by code, each with the
-            predicate that decides it.
-        group: The name of the line of the screen that this check shares with others.
-        run: The test. It never raises for a fault of the machine. An exception is a defect of the
-            check, and is reported as one.
-    """
-
-    name: str
+    name: str  # The name that ``--only`` and ``--skip`` take
     code: str
-    scope: Scope
-    limit: float
+    """The code of its findings. DDP001 to DDP049 are about a machine, DDP050 to DDP099 about
+    several nodes. ``ddpdoctor explain`` prints its page."""
+    scope: Scope  # ``nodes`` checks run if there is more than one node
+    limit: float  # Seconds it may take
     run: Run
+    """The test. It never raises for a fault of the machine. An exception is a defect of the check,
+    and is reported as one."""
     yields_to: Mapping[str, Same] = field(default_factory=dict)
-    group: str = "plug-ins"
+    """The checks whose findings may explain this one's, by code, each with the predicate that
+    decides it."""
+    group: str = "plug-ins"  # The name of the line of the screen that this check shares with others
 
     @property
     def page(self) -> str:

@@ -144,17 +144,7 @@ DEFAULT_TIMEOUT = 60.0  # The default of ``--timeout``, in seconds
 
 @dataclass(frozen=True)
 class Options:
-    """The options of the command line; None or empty where an option was not given.
-
-    Attributes:
-        module: Whether the script is a module's name (``-m``).
-        program: Whether it is not a Python script (``--no-python``).
-        timeout: Seconds for all checks.
-        elastic: Whether ``--rdzv-backend`` is ``c10d`` or the like.
-        soak: Seconds for which the collectives are repeated.
-        kill_orphans: Whether to offer to end orphan ranks.
-        yes: Whether to end them without asking.
-    """
+    """The options of the command line; None or empty where an option was not given."""
 
     nproc: int | None = None
     nnodes: int = 1
@@ -162,15 +152,15 @@ class Options:
     endpoint: str = ""
     rdzv_id: str = ""
     script: tuple[str, ...] = ()
-    module: bool = False
-    program: bool = False
+    module: bool = False  # Whether the script is a module's name (``-m``)
+    program: bool = False  # Whether it is not a Python script (``--no-python``)
     checkpoint_dir: Path | None = None
-    timeout: float = DEFAULT_TIMEOUT
-    elastic: bool = False
+    timeout: float = DEFAULT_TIMEOUT  # Seconds for all checks
+    elastic: bool = False  # Whether ``--rdzv-backend`` is ``c10d`` or the like
     local_addr: str = ""
-    soak: float = 0.0
-    kill_orphans: bool = False
-    yes: bool = False
+    soak: float = 0.0  # Seconds for which the collectives are repeated
+    kill_orphans: bool = False  # Whether to offer to end orphan ranks
+    yes: bool = False  # Whether to end them without asking
 
     @property
     def most(self) -> float:
@@ -234,29 +224,23 @@ class Verdicts:
 
 @dataclass(frozen=True)
 class Situation:
-    """The facts that all checks share. Tests replace their sources.
-
-    Attributes:
-        environ: The environment that the job would inherit.
-        proc: Root of the process file system; likewise ``sys`` and ``shm``.
-        deadline: The deadline of the check that has this object.
-        once: Facts that are gathered when they are first needed.
-        verdicts: The outcomes of this machine's checks so far.
-        chosen: The names of the checks that run; None for all.
-        say: Prints a progress line. It does not change any outcome.
-    """
+    """The facts that all checks share. Tests replace their sources."""
 
     options: Options = field(default_factory=Options)
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+    """The environment that the job would inherit."""
     hostname: str = field(default_factory=socket.gethostname)
-    proc: Path = Path("/proc")
+    proc: Path = Path("/proc")  # Root of the process file system; likewise ``sys`` and ``shm``
     sys: Path = Path("/sys")
     shm: Path = Path("/dev/shm")
     deadline: Deadline = field(default_factory=lambda: Deadline(60.0))
-    once: Once = field(default_factory=Once)
+    """The deadline of the check that has this object."""
+    once: Once = field(default_factory=Once)  # Facts that are gathered when they are first needed
     verdicts: Verdicts = field(default_factory=Verdicts)
-    chosen: frozenset[str] | None = None
+    """The outcomes of this machine's checks so far."""
+    chosen: frozenset[str] | None = None  # The names of the checks that run; None for all
     say: Callable[[str], None] = lambda _: None
+    """Prints a progress line. It does not change any outcome."""
 
     def within(self, seconds: float) -> Situation:
         """Return the same situation with a deadline in ``seconds``."""
@@ -351,21 +335,16 @@ def joined_endpoint(host: str, port: int) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """This process's place by a launcher's variables; None for values that they do not give.
+    """This process's place by a launcher's variables; None for values that they do not give."""
 
-    Attributes:
-        launcher: ``torchrun``, ``Slurm``, ``Open MPI``, ``MPICH`` or ``MVAPICH``.
-        hosts: The nodes' host names by node rank, if they are known.
-    """
-
-    launcher: str
+    launcher: str  # ``torchrun``, ``Slurm``, ``Open MPI``, ``MPICH`` or ``MVAPICH``
     rank: int | None = None
     world_size: int | None = None
     local_rank: int | None = None
     local_size: int | None = None
     node_rank: int | None = None
     nnodes: int | None = None
-    hosts: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()  # The nodes' host names by node rank, if they are known
 
 
 _LAUNCHER_VARIABLES = {
@@ -474,24 +453,16 @@ def _choices(ranges: str) -> list[str] | None:
 
 @dataclass(frozen=True)
 class NodePlace:
-    """A node's place in the job, and the rendezvous.
-
-    Attributes:
-        rank: This node's rank; None if torchrun is to choose it.
-        host: The rendezvous host; empty if it was not given.
-        names: The nodes' host names by rank, if the launcher reports them.
-        elastic: Whether torchrun chooses node 0, and gives its name to the ranks.
-        local_addr: The address it gives instead of the name; empty for the name.
-    """
+    """A node's place in the job, and the rendezvous."""
 
     nnodes: int
-    rank: int | None
-    host: str
+    rank: int | None  # This node's rank; None if torchrun is to choose it
+    host: str  # The rendezvous host; empty if it was not given
     port: int
     rdzv_id: str
-    names: tuple[str, ...] = ()
-    elastic: bool = False
-    local_addr: str = ""
+    names: tuple[str, ...] = ()  # The nodes' host names by rank, if the launcher reports them
+    elastic: bool = False  # Whether torchrun chooses node 0, and gives its name to the ranks
+    local_addr: str = ""  # The address it gives instead of the name; empty for the name
 
     @property
     def endpoint(self) -> str:

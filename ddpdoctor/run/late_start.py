@@ -23,17 +23,11 @@ _SIZE = 256  # bytes of a rank's file
 
 @dataclass(frozen=True)
 class RankStart:
-    """What a rank has written.
+    """What a rank has written."""
 
-    Attributes:
-        state: ``waits`` for a forward, ``began``, or ``refused``.
-        calls: The number of collectives in the last forward. 0 before the first one.
-        why: Why it refused.
-    """
-
-    state: str
-    calls: int = 0
-    why: str = ""
+    state: str  # ``waits`` for a forward, ``began``, or ``refused``
+    calls: int = 0  # The number of collectives in the last forward. 0 before the first one.
+    why: str = ""  # Why it refused
 
 
 def rank_file(directory: str, pid: int) -> str:

@@ -28,39 +28,25 @@ Why = Literal["explained", "restated", "untrue", "over"]
 
 @dataclass(frozen=True)
 class Reported:
-    """A finding as it was reported.
+    """A finding as it was reported."""
 
-    Attributes:
-        number: Its number among all reports and withdrawals, from 1.
-        finding: The finding.
-        restart: The attempt of the job that it is about.
-        step: The step that the ranks of that attempt had reached, if known.
-    """
-
-    number: int
-    finding: Finding
-    restart: int
-    step: int | None = None
+    number: int  # Its number among all reports and withdrawals, from 1
+    finding: Finding  # The finding
+    restart: int  # The attempt of the job that it is about
+    step: int | None = None  # The step that the ranks of that attempt had reached, if known
 
 
 @dataclass(frozen=True)
 class Withdrawn:
-    """A finding that was reported and no longer holds.
+    """A finding that was reported and no longer holds."""
 
-    Attributes:
-        number: Its number among all reports and withdrawals, from 1.
-        reported: The report.
-        why: ``explained`` by another finding, ``restated`` with another severity or other ranks,
-            ``untrue``, or true at the time but ``over``.
-        reason: The same in words.
-        by: The code of the finding that explains it, if any.
-    """
-
-    number: int
-    reported: Reported
+    number: int  # Its number among all reports and withdrawals, from 1
+    reported: Reported  # The report
     why: Why
-    reason: str
-    by: str = ""
+    """``explained`` by another finding, ``restated`` with another severity or other ranks,
+    ``untrue``, or true at the time but ``over``."""
+    reason: str  # The same in words
+    by: str = ""  # The code of the finding that explains it, if any
 
     @property
     def verb(self) -> str:

@@ -37,21 +37,16 @@ class Process(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Identifies the processes of one job.
+    """Identifies the processes of one job."""
 
-    Attributes:
-        run_id: The value of their `MARK`, or its beginning.
-        ancestors: Processes whose descendants all belong to the job.
-        known: Processes that belong to the job, like their descendants.
-        spared: Processes that do not belong to the job: the supervisor, the keepers.
-        helpers: Processes that do not belong to the job, like their descendants.
-    """
-
-    run_id: str
-    ancestors: frozenset[int] = frozenset()
+    run_id: str  # The value of their `MARK`, or its beginning
+    ancestors: frozenset[int] = frozenset()  # Processes whose descendants all belong to the job
     known: frozenset[Process] = frozenset()
+    """Processes that belong to the job, like their descendants."""
     spared: frozenset[int] = frozenset()
+    """Processes that do not belong to the job: the supervisor, the keepers."""
     helpers: frozenset[int] = frozenset()
+    """Processes that do not belong to the job, like their descendants."""
 
     def processes(self) -> list[Process]:
         """Return all live processes of the job."""

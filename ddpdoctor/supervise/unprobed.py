@@ -64,19 +64,12 @@ _WORKER = "torch/utils/data/_utils/worker.py"
 
 @dataclass(frozen=True)
 class Job:
-    """The ranks of one job on this machine.
+    """The ranks of one job on this machine."""
 
-    Attributes:
-        ranks: The processes by rank.
-        world_size: The number of ranks on all nodes. 0 if unknown.
-        name: The script and the process that started the ranks, to print.
-        environ: The environment of the first rank.
-    """
-
-    ranks: Mapping[int, Listed]
-    world_size: int
-    name: str
-    environ: Mapping[str, str]
+    ranks: Mapping[int, Listed]  # The processes by rank
+    world_size: int  # The number of ranks on all nodes. 0 if unknown.
+    name: str  # The script and the process that started the ranks, to print
+    environ: Mapping[str, str]  # The environment of the first rank
 
     @property
     def started(self) -> int:
@@ -258,21 +251,14 @@ _BACKWARD = "_engine_run_backward"
 
 @dataclass(frozen=True)
 class Look:
-    """The result of watching a job.
+    """The result of watching a job."""
 
-    Attributes:
-        job: The job.
-        seconds: Time for which it was watched.
-        run: A run without a directory, whose ranks were examined.
-        moving: The ranks that were seen at different places.
-        since: When each rank that does not move last ran, by rank, if the kernel tells.
-    """
-
-    job: Job
-    seconds: float
-    run: Run
-    moving: frozenset[int]
+    job: Job  # The job
+    seconds: float  # Time for which it was watched
+    run: Run  # A run without a directory, whose ranks were examined
+    moving: frozenset[int]  # The ranks that were seen at different places
     since: Mapping[int, int]
+    """When each rank that does not move last ran, by rank, if the kernel tells."""
 
     @cached_property
     def still(self) -> HangSnapshot:

@@ -443,19 +443,15 @@ HIDES_ALL = ("", "-1", "NoDevFiles")
 
 @dataclass(frozen=True)
 class Choice:
-    """CUDA's reading of ``CUDA_VISIBLE_DEVICES``.
-
-    Attributes:
-        places: The chosen GPUs in CUDA's order, as indices into those that respond. CUDA counts
-            the GPUs that this process may use, whatever the driver's numbers.
-        count: Number of devices that a process sees. It sees at most one MIG instance, and no whole
-            GPU together with one.
-        wrong: The problem with the entry at which CUDA stopped. Empty if there is none.
-    """
+    """CUDA's reading of ``CUDA_VISIBLE_DEVICES``."""
 
     places: tuple[int, ...]
+    """The chosen GPUs in CUDA's order, as indices into those that respond. CUDA counts the GPUs
+    that this process may use, whatever the driver's numbers."""
     count: int
-    wrong: str = ""
+    """Number of devices that a process sees. It sees at most one MIG instance, and no whole GPU
+    together with one."""
+    wrong: str = ""  # The problem with the entry at which CUDA stopped. Empty if there is none.
 
 
 def visible(environ: Mapping[str, str]) -> int:
@@ -591,27 +587,18 @@ class Health:
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """The GPUs of this machine.
+    """The GPUs of this machine."""
 
-    Attributes:
-        gpus: The GPUs that respond.
-        absent: Why others do not respond, by index.
-        trouble: Why GPUs cannot be read, in words. Empty if they can.
-        code: NVML's code for that. 0 if there is none, as without the library.
-        driver: The driver's version.
-        cuda: The newest CUDA version that the driver supports, such as ``12.8``.
-        peers: Whether two GPUs can read each other's memory directly, by their indices.
-        nvlinked: The pairs of indices that are connected by NVLink, directly or through a switch.
-    """
-
-    gpus: tuple[Health, ...] = ()
-    absent: tuple[tuple[int, str], ...] = ()
-    trouble: str = ""
-    code: int = 0
-    driver: str = ""
-    cuda: str = ""
+    gpus: tuple[Health, ...] = ()  # The GPUs that respond
+    absent: tuple[tuple[int, str], ...] = ()  # Why others do not respond, by index
+    trouble: str = ""  # Why GPUs cannot be read, in words. Empty if they can.
+    code: int = 0  # NVML's code for that. 0 if there is none, as without the library.
+    driver: str = ""  # The driver's version
+    cuda: str = ""  # The newest CUDA version that the driver supports, such as ``12.8``
     peers: tuple[tuple[int, int, bool], ...] = ()
+    """Whether two GPUs can read each other's memory directly, by their indices."""
     nvlinked: tuple[tuple[int, int], ...] = ()
+    """The pairs of indices that are connected by NVLink, directly or through a switch."""
 
     @property
     def held_by(self) -> dict[int, int]:

@@ -47,14 +47,10 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True)
 class BridgePort:
-    """A port of a PCIe switch above a GPU, such as ``0000:05:08.0``.
-
-    Attributes:
-        control: Its ACS control register; None without ACS.
-    """
+    """A port of a PCIe switch above a GPU, such as ``0000:05:08.0``."""
 
     address: str
-    control: int | None
+    control: int | None  # Its ACS control register; None without ACS
 
     @property
     def redirects(self) -> bool:

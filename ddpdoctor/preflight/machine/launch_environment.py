@@ -224,19 +224,13 @@ OFF = frozenset({"", "0", "false", "off", "no"})
 
 
 class _Leftover(NamedTuple):
-    """A variable, its effect, and where it hurts.
-
-    Attributes:
-        gpus: Minimum and maximum number of GPUs with which it hurts.
-        value: The value that hurts; empty for any that turns it on.
-        fabric: Whether it hurts only between nodes with InfiniBand.
-    """
+    """A variable, its effect, and where it hurts."""
 
     name: str
     effect: str
-    gpus: tuple[float, float] = (1, inf)
-    value: str = ""
-    fabric: bool = False
+    gpus: tuple[float, float] = (1, inf)  # Minimum and maximum number of GPUs with which it hurts
+    value: str = ""  # The value that hurts; empty for any that turns it on
+    fabric: bool = False  # Whether it hurts only between nodes with InfiniBand
     severity: Severity = Severity.WARNING
 
     def _is_on(self, value: str) -> bool:

@@ -189,15 +189,11 @@ def own_address(situation: Situation) -> Outcome:
 
 @dataclass(frozen=True)
 class ArpAnswer:
-    """The result of asking for an address of this machine on one of its interfaces.
-
-    Attributes:
-        card: The Ethernet address of another machine that answers; empty if none does.
-    """
+    """The result of asking for an address of this machine on one of its interfaces."""
 
     interface: str
     address: str
-    card: str
+    card: str  # The Ethernet address of another machine that answers; empty if none does
 
     def __str__(self) -> str:
         return f"asked by ARP on {self.interface}, {self.card} answers for {self.address}"

@@ -633,21 +633,15 @@ _LAUNCHERS = ("python", "torchrun", "ddpdoctor", "accelerate", "deepspeed", "mpi
 
 @dataclass(frozen=True)
 class Orphan:
-    """A rank without a launcher. Memory is in bytes.
-
-    Attributes:
-        started: As `Listed.started`. It distinguishes the process from a later one with its pid.
-        age: Seconds since it started.
-        ports: The ports on which it listens.
-    """
+    """A rank without a launcher. Memory is in bytes."""
 
     process: Listed
-    started: int
+    started: int  # As `Listed.started`. It distinguishes the process from a later one with its pid.
     rank: str
     memory: int
     gpu_memory: int
-    age: float
-    ports: tuple[int, ...] = ()
+    age: float  # Seconds since it started
+    ports: tuple[int, ...] = ()  # The ports on which it listens
 
 
 @check("orphans", "DDP009")

@@ -56,14 +56,10 @@ class Import:
 
 @dataclass(frozen=True)
 class Imports:
-    """The imports of a script that always run.
-
-    Attributes:
-        cut: Whether more may follow: after a change of ``sys.path`` imports cannot be resolved.
-    """
+    """The imports of a script that always run."""
 
     certain: tuple[Import, ...]
-    cut: bool
+    cut: bool  # Whether more may follow: after a change of ``sys.path`` imports cannot be resolved
 
 
 def imports_of(tree: ast.Module, folder: Path) -> Imports:

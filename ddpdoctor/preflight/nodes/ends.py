@@ -25,18 +25,13 @@ BACK = " back"  # Ends the kind of a connection that a library does not open its
 
 @dataclass(frozen=True)
 class Network:
-    """The connections at the addresses that one library takes, where some are not reached.
-
-    Attributes:
-        failed: Those that failed twice, though the two nodes reach each other elsewhere.
-        tested: All of them.
-        used: Those that the library opens itself.
-    """
+    """The connections at the addresses that one library takes, where some are not reached."""
 
     library: str
     failed: dict[Way, Dialled]
-    tested: list[Way]
-    used: frozenset[Way]
+    """Those that failed twice, though the two nodes reach each other elsewhere."""
+    tested: list[Way]  # All of them
+    used: frozenset[Way]  # Those that the library opens itself
 
 
 def networks(meeting: Meeting) -> Iterator[Network]:
@@ -97,20 +92,14 @@ def end_of(meeting: Meeting, index: int, address: str, name: str) -> End:
 
 @dataclass(frozen=True)
 class Fault:
-    """A cause of failed connections in a network.
-
-    Attributes:
-        kind: ``choice`` of an address that only its own machine reaches, an interface that is
-            ``down`` or ``bare``, or else a ``link``.
-        node: The node at fault; for a single connection, the node that is dialled.
-        end: The interface at fault.
-        blame: The connections.
-    """
+    """A cause of failed connections in a network."""
 
     kind: Literal["choice", "down", "bare", "link"]
-    node: int
-    end: End
-    blame: Blame
+    """``choice`` of an address that only its own machine reaches, an interface that is ``down`` or
+    ``bare``, or else a ``link``."""
+    node: int  # The node at fault; for a single connection, the node that is dialled
+    end: End  # The interface at fault
+    blame: Blame  # The connections
 
 
 Seen = tuple[Literal["choice", "down", "bare"], int, End]

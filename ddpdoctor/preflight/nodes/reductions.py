@@ -118,18 +118,13 @@ Way = tuple[int, int]  # From one node to another, by index
 
 @dataclass(frozen=True)
 class Blame:
-    """The common cause of a set of bad connections.
-
-    Attributes:
-        kind: ``into``: all connections to the node are bad; ``out of``: all from it; ``both``;
-            ``way``: one connection; ``between``: both directions between two nodes.
-        node: The node; for ``way`` and ``between`` the one that is dialled first.
-        ways: The bad connections that this explains.
-    """
+    """The common cause of a set of bad connections."""
 
     kind: Literal["into", "out of", "both", "way", "between"]
-    node: int
-    ways: tuple[Way, ...]
+    """``into``: all connections to the node are bad; ``out of``: all from it; ``both``; ``way``:
+    one connection; ``between``: both directions between two nodes."""
+    node: int  # The node; for ``way`` and ``between`` the one that is dialled first
+    ways: tuple[Way, ...]  # The bad connections that this explains
 
     @property
     def about(self) -> str:

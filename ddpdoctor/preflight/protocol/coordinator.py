@@ -64,28 +64,19 @@ SEGMENT = 536  # Bytes of payload per packet between the coordinator and the nod
 
 @dataclass
 class Member:
-    """A node that is connected.
-
-    Attributes:
-        address: The address from which it connected.
-        reached: The address of this machine that it reached.
-        called: The address that it called, which differs if it is translated on the way.
-        offset: Seconds by which the coordinator's clock is ahead of the node's.
-        uncertainty: Half a round trip of that estimate, in seconds.
-        lost: The phase in which it went away; empty while it is here. ``why`` is the reason.
-        late: Whether it only failed to answer in time, and is still connected.
-    """
+    """A node that is connected."""
 
     link: Link
     facts: Facts
-    address: str
-    reached: str
-    called: str
-    offset: float
-    uncertainty: float
+    address: str  # The address from which it connected
+    reached: str  # The address of this machine that it reached
+    called: str  # The address that it called, which differs if it is translated on the way
+    offset: float  # Seconds by which the coordinator's clock is ahead of the node's
+    uncertainty: float  # Half a round trip of that estimate, in seconds
     lost: str = ""
+    """The phase in which it went away; empty while it is here. ``why`` is the reason."""
     why: str = ""
-    late: bool = False
+    late: bool = False  # Whether it only failed to answer in time, and is still connected
 
 
 class Coordinator:

@@ -65,34 +65,21 @@ FINAL_KINDS: frozenset[Kind] = frozenset({"other id", "late", "full"})
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a node is not connected to the coordinator.
-
-    Attributes:
-        address: The address of the endpoint that was called; empty if there is none.
-        words: Details for the user: the kernel's message, or the nodes that are there already.
-        sender: The address that rejected the call by ICMP, if any.
-        answering: A port at which the machine does answer; 0 if none is known.
-        echoes: Whether the machine answers a ping.
-        here: The host names of the nodes that are there already.
-        spare: The spare port at which the coordinator answers; 0 if it does not.
-        by_udp: Whether it answers by UDP.
-        unheard: Whether it receives this node's calls, but its answers do not arrive.
-        behind: The coordinator's own address, if the call ended at another one.
-        waited: Seconds until this was clear.
-    """
+    """Why a node is not connected to the coordinator."""
 
     kind: Kind
-    address: str = ""
+    address: str = ""  # The address of the endpoint that was called; empty if there is none
     words: str = ""
-    sender: str = ""
-    answering: int = 0
-    echoes: bool = False
-    here: tuple[str, ...] = ()
-    spare: int = 0
-    by_udp: bool = False
-    unheard: bool = False
-    behind: str = ""
-    waited: float = 0.0
+    """Details for the user: the kernel's message, or the nodes that are there already."""
+    sender: str = ""  # The address that rejected the call by ICMP, if any
+    answering: int = 0  # A port at which the machine does answer; 0 if none is known
+    echoes: bool = False  # Whether the machine answers a ping
+    here: tuple[str, ...] = ()  # The host names of the nodes that are there already
+    spare: int = 0  # The spare port at which the coordinator answers; 0 if it does not
+    by_udp: bool = False  # Whether it answers by UDP
+    unheard: bool = False  # Whether it receives this node's calls, but its answers do not arrive
+    behind: str = ""  # The coordinator's own address, if the call ended at another one
+    waited: float = 0.0  # Seconds until this was clear
 
 
 class CallError(Exception):
@@ -105,21 +92,15 @@ class CallError(Exception):
 
 @dataclass
 class Call:
-    """A connection to the coordinator, which has a random ``identity``.
-
-    Attributes:
-        offset: Seconds by which the coordinator's clock is ahead.
-        uncertainty: Half the round trip of that estimate, in seconds.
-        address: The address that was called.
-        reached: The address at which the call ended, which differs if it is translated on the way.
-    """
+    """A connection to the coordinator, which has a random ``identity``."""
 
     link: Link
     identity: str
-    offset: float
-    uncertainty: float
-    address: str = ""
+    offset: float  # Seconds by which the coordinator's clock is ahead
+    uncertainty: float  # Half the round trip of that estimate, in seconds
+    address: str = ""  # The address that was called
     reached: str = ""
+    """The address at which the call ended, which differs if it is translated on the way."""
 
 
 async def call_once(address: str, port: int, key: bytes, hostname: str) -> Call:

@@ -100,13 +100,7 @@ class Stages:
 
 @dataclass
 class Worker:
-    """A node that carries out the coordinator's orders.
-
-    Attributes:
-        index: This node's index; -1 until it is known.
-        master: The address at which the ranks find the first one, if that is not the endpoint.
-        written: The token of the file that this node has written into the checkpoint directory.
-    """
+    """A node that carries out the coordinator's orders."""
 
     call: Call
     place: NodePlace
@@ -114,9 +108,11 @@ class Worker:
     listener: Listener
     ranks: Ranks
     verdicts: Verdicts = field(default_factory=Verdicts)
-    index: int = -1
+    index: int = -1  # This node's index; -1 until it is known
     master: str = ""
+    """The address at which the ranks find the first one, if that is not the endpoint."""
     written: str = ""
+    """The token of the file that this node has written into the checkpoint directory."""
     stages: Stages = field(default_factory=Stages)
 
     async def run(self, deadline: float) -> Report:
@@ -341,25 +337,18 @@ REDUCING = frozenset({"gloo-nodes", "nccl-nodes"})  # The checks that need ranks
 
 @dataclass(frozen=True)
 class Meeting:
-    """The result of a meeting. The report is the same on every node.
-
-    Attributes:
-        own: The index of this node in ``nodes``; -1 if it is not among them.
-        problem: Why this node did not meet the others; None if it did.
-        holder: Whether this node should coordinate, but cannot listen.
-        foreign: The endpoint's addresses, if this is node rank 0 and they are not its own.
-        own_endpoint: Whether the endpoint is this machine, and it is not node rank 0.
-        took: Seconds that each stage took, if there was no time for all of them.
-    """
+    """The result of a meeting. The report is the same on every node."""
 
     place: NodePlace
-    own: int = -1
-    problem: Problem | None = None
-    holder: bool = False
+    own: int = -1  # The index of this node in ``nodes``; -1 if it is not among them
+    problem: Problem | None = None  # Why this node did not meet the others; None if it did
+    holder: bool = False  # Whether this node should coordinate, but cannot listen
     foreign: tuple[str, ...] = ()
-    own_endpoint: bool = False
+    """The endpoint's addresses, if this is node rank 0 and they are not its own."""
+    own_endpoint: bool = False  # Whether the endpoint is this machine, and it is not node rank 0
     report: Report = field(default_factory=Report)
     took: Mapping[str, float] = field(default_factory=dict)
+    """Seconds that each stage took, if there was no time for all of them."""
 
     @property
     def timed_out(self) -> bool:

@@ -20,64 +20,46 @@ from ddpdoctor.run.records.base import Part
 
 @dataclass(frozen=True, slots=True)
 class Facts(Part):
-    """What a node reports about itself. Unknown texts are empty.
-
-    Attributes:
-        rank: Its ``--node-rank``; None if torchrun is to choose it.
-        machine: Equal for nodes that share a machine and a network namespace.
-        gloo_address: The address gloo gives to the other nodes; empty if gloo would not start.
-        gloo_why: Why gloo chose it, or why gloo would not start.
-        nccl_address: The same for NCCL; also empty without a GPU.
-        lookup: Seconds that it takes to look up the name of this node.
-        master: The MASTER_ADDR that torchrun would give to all ranks if it chose this node as its
-            first; empty if that is the endpoint.
-        others: Addresses of further interfaces that gloo or NCCL will use.
-        interfaces: Its interfaces except loopback: name, MTU, addresses.
-        down: Its interfaces that are down or have no carrier.
-        unplugged: Those of them that are up but have no carrier.
-        networks: The networks of each interface's addresses, up or down; a single empty one if it
-            has no address.
-        pair_port: The port of its listener.
-        reduces: Whether it takes part in the collective test.
-        no_nccl: Why NCCL cannot be tested on it.
-        inside: The link between its GPUs, and its bandwidth one way; 0 if unknown.
-        outside: The same for the network that NCCL will use.
-        variables: Environment variables of NCCL, gloo and torch.distributed.
-        commit: The checked-out commit of the script's repository.
-        changes: A hash of the uncommitted changes in tracked files.
-    """
+    """What a node reports about itself. Unknown texts are empty."""
 
     host: wire.Host
-    rank: wire.Rank
+    rank: wire.Rank  # Its ``--node-rank``; None if torchrun is to choose it
     nnodes: wire.Count
     nproc: wire.Count
-    machine: str
+    machine: str  # Equal for nodes that share a machine and a network namespace
     gloo_address: wire.Address
-    gloo_why: str
-    nccl_address: wire.Address
-    others: tuple[wire.Address, ...]
-    lookup: float
+    """The address gloo gives to the other nodes; empty if gloo would not start."""
+    gloo_why: str  # Why gloo chose it, or why gloo would not start
+    nccl_address: wire.Address  # The same for NCCL; also empty without a GPU
+    others: tuple[wire.Address, ...]  # Addresses of further interfaces that gloo or NCCL will use
+    lookup: float  # Seconds that it takes to look up the name of this node
     master: wire.Printable
+    """The MASTER_ADDR that torchrun would give to all ranks if it chose this node as its first;
+    empty if that is the endpoint."""
     interfaces: tuple[tuple[wire.Interface, int, tuple[wire.Address, ...]], ...]
-    down: tuple[wire.Interface, ...]
-    unplugged: tuple[wire.Interface, ...]
+    """Its interfaces except loopback: name, MTU, addresses."""
+    down: tuple[wire.Interface, ...]  # Its interfaces that are down or have no carrier
+    unplugged: tuple[wire.Interface, ...]  # Those of them that are up but have no carrier
     networks: tuple[tuple[wire.Interface, wire.Network], ...]
-    pair_port: wire.Port
-    reduces: bool
+    """The networks of each interface's addresses, up or down; a single empty one if it has no
+    address."""
+    pair_port: wire.Port  # The port of its listener
+    reduces: bool  # Whether it takes part in the collective test
     gpus: wire.Count
-    no_nccl: str
-    inside: tuple[str, float]
-    outside: tuple[str, float]
+    no_nccl: str  # Why NCCL cannot be tested on it
+    inside: tuple[str, float]  # The link between its GPUs, and its bandwidth one way; 0 if unknown
+    outside: tuple[str, float]  # The same for the network that NCCL will use
     torch: wire.Version
     nccl: wire.Version
     driver: wire.Version
     python: wire.Version
     ddpdoctor: wire.Version
     variables: dict[wire.Variable, wire.Printable]
+    """Environment variables of NCCL, gloo and torch.distributed."""
     script: wire.Printable
     script_hash: wire.Hexadecimal
-    commit: wire.Hexadecimal
-    changes: wire.Hexadecimal
+    commit: wire.Hexadecimal  # The checked-out commit of the script's repository
+    changes: wire.Hexadecimal  # A hash of the uncommitted changes in tracked files
     folder: wire.Printable
 
 
@@ -111,30 +93,19 @@ class Stages(Part):
 
 @dataclass(frozen=True, slots=True)
 class RankResult(Part):
-    """The collective test on one rank.
-
-    Attributes:
-        ok: Whether gloo reduced correctly.
-        did: The last collective that it did for the first time.
-        wrong: The first collective with a wrong result.
-        late: Whether it failed only for lack of time.
-        waited: The share of the time in which it waited for a core; 1 if unknown.
-        bus: Bandwidth of each link.
-        idle: The share of the time in which its cores were idle.
-        rounds: The number of rounds of gloo's all_reduce.
-    """
+    """The collective test on one rank."""
 
     node: wire.Index = -1
     rank: int = -1
-    ok: bool = False
-    did: str = ""
-    wrong: str = ""
+    ok: bool = False  # Whether gloo reduced correctly
+    did: str = ""  # The last collective that it did for the first time
+    wrong: str = ""  # The first collective with a wrong result
     error: str = ""
-    late: bool = False
-    waited: float = 1.0
-    bus: float = 0.0
-    idle: float = 0.0
-    rounds: int = 0
+    late: bool = False  # Whether it failed only for lack of time
+    waited: float = 1.0  # The share of the time in which it waited for a core; 1 if unknown
+    bus: float = 0.0  # Bandwidth of each link
+    idle: float = 0.0  # The share of the time in which its cores were idle
+    rounds: int = 0  # The number of rounds of gloo's all_reduce
     stages: Stages | None = None
 
 
@@ -150,38 +121,25 @@ class Said(Part):
 
 @dataclass(frozen=True, slots=True)
 class Verdict(Part):
-    """The outcomes of one machine's checks.
+    """The outcomes of one machine's checks."""
 
-    Attributes:
-        findings: Warnings and errors, the worst first.
-        untested: The checks that could not run or had not ended.
-    """
-
-    findings: tuple[Said, ...] = ()
-    untested: tuple[wire.Word, ...] = ()
+    findings: tuple[Said, ...] = ()  # Warnings and errors, the worst first
+    untested: tuple[wire.Word, ...] = ()  # The checks that could not run or had not ended
 
 
 @dataclass(frozen=True, slots=True)
 class Node(Part):
-    """A node that came.
-
-    Attributes:
-        address: The address at which the other nodes dial it. It belongs to the node.
-        outside: The address it is seen at, if its own is translated on the way; else empty.
-        offset: How far the coordinator's clock is ahead of the node's.
-        uncertainty: Half a round trip of that estimate.
-        lost: The phase in which it went away; empty if it stayed. ``why`` is the reason.
-        late: Whether it only failed to answer in time, and is still connected.
-    """
+    """A node that came."""
 
     facts: Facts
-    address: wire.Address
+    address: wire.Address  # The address at which the other nodes dial it. It belongs to the node.
     outside: wire.Address = ""
-    offset: float = 0.0
-    uncertainty: float = 0.0
-    lost: str = ""
+    """The address it is seen at, if its own is translated on the way; else empty."""
+    offset: float = 0.0  # How far the coordinator's clock is ahead of the node's
+    uncertainty: float = 0.0  # Half a round trip of that estimate
+    lost: str = ""  # The phase in which it went away; empty if it stayed. ``why`` is the reason.
     why: str = ""
-    late: bool = False
+    late: bool = False  # Whether it only failed to answer in time, and is still connected
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,140 +154,102 @@ class Caller(Part):
 
 @dataclass(frozen=True, slots=True)
 class Speeds(Part):
-    """The measured links: their number, median round trip and bandwidth, and lowest bandwidth.
-
-    Attributes:
-        slow: From, to, round trip, bandwidth.
-        lossy: From, to, number of small messages, and of those that were sent again.
-        cells: From and to of all measured links, if some are slow or lossy.
-        starved: Links that looked slow while an end waited for a core most of the time.
-        idle: From, to, an address that no library takes, and the bandwidth there, of links that are
-            far slower where the job uses them.
-        untested: Why no link was measured.
-    """
+    """The measured links: their number, median round trip and bandwidth, and lowest bandwidth."""
 
     measured: int = 0
     rtt: float = 0.0
     bandwidth: float = 0.0
     least: float = 0.0
     slow: tuple[tuple[wire.Index, wire.Index, float, float], ...] = ()
+    """From, to, round trip, bandwidth."""
     lossy: tuple[tuple[wire.Index, wire.Index, int, int], ...] = ()
+    """From, to, number of small messages, and of those that were sent again."""
     cells: tuple[tuple[wire.Index, wire.Index], ...] = ()
+    """From and to of all measured links, if some are slow or lossy."""
     starved: wire.Count = 0
+    """Links that looked slow while an end waited for a core most of the time."""
     idle: tuple[tuple[wire.Index, wire.Index, wire.Address, float], ...] = ()
-    untested: str = ""
+    """From, to, an address that no library takes, and the bandwidth there, of links that are far
+    slower where the job uses them."""
+    untested: str = ""  # Why no link was measured
 
 
 @dataclass(frozen=True, slots=True)
 class Folder(Part):
-    """The test of the checkpoint directory.
+    """The test of the checkpoint directory."""
 
-    Attributes:
-        asked: The nodes that have one. The first of them wrote a file.
-        error: Why the file could not be written.
-        seen: The other nodes that saw the file.
-        listings: Hashes of the directory's contents.
-    """
-
-    asked: tuple[wire.Index, ...] = ()
-    error: str = ""
-    seen: tuple[wire.Index, ...] = ()
-    listings: tuple[str, ...] = ()
+    asked: tuple[wire.Index, ...] = ()  # The nodes that have one. The first of them wrote a file.
+    error: str = ""  # Why the file could not be written
+    seen: tuple[wire.Index, ...] = ()  # The other nodes that saw the file
+    listings: tuple[str, ...] = ()  # Hashes of the directory's contents
 
 
 @dataclass(frozen=True, slots=True)
 class StageReport(Part):
-    """A stage of the NCCL test over all ranks.
-
-    Attributes:
-        errors: The node that reports it, the nodes that reduced, and the message.
-        sets: Sets of nodes that reduced, and their bandwidth, the slowest first.
-    """
+    """A stage of the NCCL test over all ranks."""
 
     name: str = ""
     errors: tuple[tuple[wire.Index, tuple[wire.Index, ...], str], ...] = ()
+    """The node that reports it, the nodes that reduced, and the message."""
     sets: tuple[tuple[tuple[wire.Index, ...], float], ...] = ()
+    """Sets of nodes that reduced, and their bandwidth, the slowest first."""
 
 
 @dataclass(frozen=True, slots=True)
 class NcclReport(Part):
-    """The NCCL test over all ranks.
+    """The NCCL test over all ranks."""
 
-    Attributes:
-        correct: Ranks with the right result in all stages.
-        again: A node of a failed pair, a node that had not failed, and whether these two work.
-        untested: The first stage for which no time was left.
-    """
-
-    correct: int = 0
+    correct: int = 0  # Ranks with the right result in all stages
     stages: tuple[StageReport, ...] = ()
     again: tuple[tuple[wire.Index, wire.Index, bool], ...] = ()
-    untested: str = ""
+    """A node of a failed pair, a node that had not failed, and whether these two work."""
+    untested: str = ""  # The first stage for which no time was left
 
 
 @dataclass(frozen=True, slots=True)
 class Reduction(Part):
-    """The collective test over all ranks.
+    """The collective test over all ranks."""
 
-    Attributes:
-        skipped: Why the test was skipped.
-        reported: The checks that report this reason.
-        unready: Nodes without torch: the node, the reason, and how long the others waited for it.
-        limit: Seconds that gloo had; ``asked`` is what it should have had.
-        correct: Ranks on which gloo reduced correctly.
-        correct_nodes: Nodes on which it did so on all ranks.
-        bus: The lowest value of all ranks, as are ``idle`` and ``rounds``.
-        nccl: None if NCCL was not tested.
-    """
-
-    skipped: str = ""
-    reported: tuple[wire.Word, ...] = ()
+    skipped: str = ""  # Why the test was skipped
+    reported: tuple[wire.Word, ...] = ()  # The checks that report this reason
     unready: tuple[tuple[wire.Index, str, float], ...] = ()
+    """Nodes without torch: the node, the reason, and how long the others waited for it."""
     world: int = 0
-    limit: float = 0.0
+    limit: float = 0.0  # Seconds that gloo had; ``asked`` is what it should have had
     asked: float = 0.0
-    correct: int = 0
-    correct_nodes: int = 0
-    bus: float = 0.0
+    correct: int = 0  # Ranks on which gloo reduced correctly
+    correct_nodes: int = 0  # Nodes on which it did so on all ranks
+    bus: float = 0.0  # The lowest value of all ranks, as are ``idle`` and ``rounds``
     idle: float = 0.0
     rounds: int = 0
     wrong: tuple[RankResult, ...] = ()
-    nccl: NcclReport | None = None
+    nccl: NcclReport | None = None  # None if NCCL was not tested
 
 
 @dataclass(frozen=True, slots=True)
 class Report(Part):
-    """The result of a meeting, the same on all nodes.
-
-    Attributes:
-        rejected: Callers with another rendezvous id, or none.
-        rejected_calls: The number of their calls.
-        surplus: Callers that came when all nodes were there.
-        blocked: Callers for which the rendezvous port is closed.
-        bad: Connections that failed twice: from, to, kind of address (``route``, ``gloo``,
-            ``gloo back``, ``nccl``, ``other 0``), and the result.
-        open: From, to, and another address at which the node is reached, though a connection above
-            failed.
-        lost_names: Nodes that do not find the first one by the name that torchrun gives them,
-            the addresses of that name there, and why there are none.
-        verdicts: By node.
-        gathered: How long node 0 waited for the nodes.
-    """
+    """The result of a meeting, the same on all nodes."""
 
     expected: wire.Count = 0
     nodes: tuple[Node, ...] = ()
-    rejected: tuple[Caller, ...] = ()
-    rejected_calls: int = 0
-    surplus: tuple[Caller, ...] = ()
-    blocked: tuple[Caller, ...] = ()
+    rejected: tuple[Caller, ...] = ()  # Callers with another rendezvous id, or none
+    rejected_calls: int = 0  # The number of their calls
+    surplus: tuple[Caller, ...] = ()  # Callers that came when all nodes were there
+    blocked: tuple[Caller, ...] = ()  # Callers for which the rendezvous port is closed
     bad: tuple[tuple[wire.Index, wire.Index, wire.Word, Dialled], ...] = ()
+    """Connections that failed twice: from, to, kind of address (``route``, ``gloo``, ``gloo back``,
+    ``nccl``, ``other 0``), and the result."""
     open: tuple[tuple[wire.Index, wire.Index, wire.Address], ...] = ()
+    """From, to, and another address at which the node is reached, though a connection above failed.
+    """
     speed: Speeds = field(default_factory=Speeds)
     folder: Folder = field(default_factory=Folder)
     reduction: Reduction = field(default_factory=Reduction)
     lost_names: tuple[tuple[wire.Index, tuple[wire.Address, ...], str], ...] = ()
-    verdicts: tuple[Verdict, ...] = ()
-    gathered: float = 0.0
+    """Nodes that do not find the first one by the name that torchrun gives them, the addresses of
+    that name there, and why there are none."""
+    verdicts: tuple[Verdict, ...] = ()  # By node
+    gathered: float = 0.0  # How long node 0 waited for the nodes
 
 
 # -- messages
@@ -337,106 +257,70 @@ class Report(Part):
 
 @dataclass(frozen=True, slots=True)
 class Hello(Part):
-    """From a caller to the coordinator: first its proof, then clock questions, or a problem.
-
-    Attributes:
-        blocked: Why the rendezvous port is closed for a caller at the spare port.
-        called: The address of the coordinator that was called.
-        offset: How far the coordinator's clock is ahead of the node's.
-        uncertainty: Half a round trip of that estimate.
-    """
+    """From a caller to the coordinator: first its proof, then clock questions, or a problem."""
 
     proof: wire.Hexadecimal = ""
     nonce: wire.Hexadecimal = ""
     host: wire.Host = ""
     rank: wire.Rank = None
-    blocked: wire.Word = ""
-    called: wire.Address = ""
-    offset: float = 0.0
-    uncertainty: float = 0.0
+    blocked: wire.Word = ""  # Why the rendezvous port is closed for a caller at the spare port
+    called: wire.Address = ""  # The address of the coordinator that was called
+    offset: float = 0.0  # How far the coordinator's clock is ahead of the node's
+    uncertainty: float = 0.0  # Half a round trip of that estimate
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome(Part):
-    """From the coordinator to a caller.
-
-    Attributes:
-        identity: A random number of this coordinator.
-        refused: ``id``, ``late`` or ``full``; empty if the caller may stay.
-        here: The host names of the nodes that are there, if it is refused.
-        reached: The address of the coordinator's machine at which the connection ended.
-    """
+    """From the coordinator to a caller."""
 
     proof: wire.Hexadecimal = ""
-    identity: wire.Hexadecimal = ""
-    refused: wire.Word = ""
-    here: tuple[wire.Host, ...] = ()
+    identity: wire.Hexadecimal = ""  # A random number of this coordinator
+    refused: wire.Word = ""  # ``id``, ``late`` or ``full``; empty if the caller may stay
+    here: tuple[wire.Host, ...] = ()  # The host names of the nodes that are there, if it is refused
     nnodes: wire.Count = 0
     time: float = 0.0
     reached: wire.Address = ""
+    """The address of the coordinator's machine at which the connection ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order(Part):
-    """From the coordinator to a node: what to do.
-
-    Attributes:
-        do: ``roster``, ``resolve``, ``dial``, ``settle``, ``speed``, ``folder``, ``reduce``,
-            ``verdict``, ``leave``, ``end``.
-        index: The node's own index, for a roster.
-        token: Proves to other nodes that it is part of this check. Names the file in the directory.
-        host: The name to resolve.
-        targets: The nodes to dial; a single one for ``speed``.
-        needed: Whether the ranks have to import torch.
-        limit: Seconds for the order.
-        action: In the directory: ``write``, ``look`` or ``remove``.
-        port: The port of the store. This and the fields up to ``soak`` are for ``reduce``.
-        first: The rank of the node's first process.
-        stage_limit: Seconds for each stage of NCCL.
-        patience: Seconds for all stages.
-        soak: Seconds for which the all_reduce over all ranks is repeated.
-    """
+    """From the coordinator to a node: what to do."""
 
     do: wire.Word = ""
-    index: wire.Index = -1
+    """``roster``, ``resolve``, ``dial``, ``settle``, ``speed``, ``folder``, ``reduce``,
+    ``verdict``, ``leave``, ``end``."""
+    index: wire.Index = -1  # The node's own index, for a roster
     token: wire.Hexadecimal = ""
-    host: wire.Printable = ""
-    targets: tuple[Target, ...] = ()
-    needed: bool = False
-    limit: float = 0.0
-    action: wire.Word = ""
+    """Proves to other nodes that it is part of this check. Names the file in the directory."""
+    host: wire.Printable = ""  # The name to resolve
+    targets: tuple[Target, ...] = ()  # The nodes to dial; a single one for ``speed``
+    needed: bool = False  # Whether the ranks have to import torch
+    limit: float = 0.0  # Seconds for the order
+    action: wire.Word = ""  # In the directory: ``write``, ``look`` or ``remove``
     port: wire.Port = 0
+    """The port of the store. This and the fields up to ``soak`` are for ``reduce``."""
     world: wire.Count = 0
-    first: wire.Count = 0
-    stage_limit: float = 0.0
-    patience: float = 0.0
+    first: wire.Count = 0  # The rank of the node's first process
+    stage_limit: float = 0.0  # Seconds for each stage of NCCL
+    patience: float = 0.0  # Seconds for all stages
     nccl: bool = False
     node_of: tuple[wire.Index, ...] = ()
-    soak: float = 0.0
+    soak: float = 0.0  # Seconds for which the all_reduce over all ranks is repeated
     report: Report | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Answer(Part):
-    """From a node to the coordinator: the result of an order.
+    """From a node to the coordinator: the result of an order."""
 
-    Attributes:
-        failed: Why it could not carry out the order.
-        dialled: The results in the order of the targets.
-        unready: Why not all of its ranks have imported torch.
-        addresses: The addresses of the name.
-        error: Why it has none, or why the file in the checkpoint directory was not written.
-        seen: Whether that file is in its checkpoint directory.
-        listing: A hash of that directory's contents.
-    """
-
-    failed: str = ""
-    dialled: tuple[Dialled, ...] = ()
-    unready: str = ""
+    failed: str = ""  # Why it could not carry out the order
+    dialled: tuple[Dialled, ...] = ()  # The results in the order of the targets
+    unready: str = ""  # Why not all of its ranks have imported torch
     speed: Speed | None = None
-    addresses: tuple[wire.Address, ...] = ()
-    error: str = ""
-    seen: bool = False
-    listing: wire.Hexadecimal = ""
+    addresses: tuple[wire.Address, ...] = ()  # The addresses of the name
+    error: str = ""  # Why it has none, or why the file in the checkpoint directory was not written
+    seen: bool = False  # Whether that file is in its checkpoint directory
+    listing: wire.Hexadecimal = ""  # A hash of that directory's contents
     ranks: tuple[RankResult, ...] = ()
     verdict: Verdict = field(default_factory=Verdict)

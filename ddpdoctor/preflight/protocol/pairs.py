@@ -111,21 +111,13 @@ _ANSWER = struct.Struct("!QddQ")
 
 @dataclass(frozen=True, slots=True)
 class Speed(Part):
-    """A link in one direction.
+    """A link in one direction."""
 
-    Attributes:
-        rtt: Round trip in seconds.
-        bandwidth: Bytes per second.
-        waited: The share of the time in which either end waited for a core.
-        sent: Small messages, in both directions.
-        resent: Number of their segments that were sent again.
-    """
-
-    rtt: float
-    bandwidth: float
-    waited: float = 0.0
-    sent: int = 0
-    resent: int = 0
+    rtt: float  # Round trip in seconds
+    bandwidth: float  # Bytes per second
+    waited: float = 0.0  # The share of the time in which either end waited for a core
+    sent: int = 0  # Small messages, in both directions
+    resent: int = 0  # Number of their segments that were sent again
 
     @property
     def lossy(self) -> bool:
@@ -316,35 +308,25 @@ STALLS = ("forth", "back")  # The outcomes of connections that open and lose lar
 
 @dataclass(frozen=True, slots=True)
 class Target(Part):
-    """A node to dial: its index, and where it listens.
-
-    Attributes:
-        mss: Largest segment in bytes, to learn whether smaller packets pass; 0 for the kernel's.
-    """
+    """A node to dial: its index, and where it listens."""
 
     index: Index = -1
     address: Address = ""
     port: Port = 0
     mss: Port = 0
+    """Largest segment in bytes, to learn whether smaller packets pass; 0 for the kernel's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Dialled(Part):
-    """The result of dialling a node.
+    """The result of dialling a node."""
 
-    Attributes:
-        outcome: An :data:`Outcome`.
-        seconds: Time until the outcome was known. 0 for ``ok``, as are most of the n² results.
-        error: The kernel's error message.
-        passes: Bytes of the largest packets that pass where 64 KiB do not; 0 if none do.
-        address: The address that was dialled. The coordinator sets it.
-    """
-
-    outcome: str = ""
+    outcome: str = ""  # An :data:`Outcome`
     seconds: float = 0.0
-    error: str = ""
-    passes: int = 0
-    address: Address = ""
+    """Time until the outcome was known. 0 for ``ok``, as are most of the n² results."""
+    error: str = ""  # The kernel's error message
+    passes: int = 0  # Bytes of the largest packets that pass where 64 KiB do not; 0 if none do
+    address: Address = ""  # The address that was dialled. The coordinator sets it.
 
 
 def pair_token(token: bytes) -> bytes:

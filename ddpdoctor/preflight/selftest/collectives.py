@@ -156,19 +156,14 @@ _NOT_PASSED = frozenset(
 
 @dataclass(frozen=True)
 class Answers:
-    """The answers of the ranks of one backend.
-
-    Attributes:
-        unready: Why not all of them have torch: `LATE` or `BROKEN`; empty if they do.
-        stderr: The output of the ranks and their libraries.
-    """
+    """The answers of the ranks of one backend."""
 
     backend: str
     ranks: int
-    unready: str
+    unready: str  # Why not all of them have torch: `LATE` or `BROKEN`; empty if they do
     results: Sequence[RankResult]
     seconds: float
-    stderr: str
+    stderr: str  # The output of the ranks and their libraries
 
     @property
     def right(self) -> int:
