@@ -122,8 +122,7 @@ def _lines(found: Comparison, judged: Sequence[Judged] = ()) -> Iterator[str]:
             where = found.slowest_phase[each.name]
             times = f"{_time(each.before):>10}{_time(each.after):>10}"
             yield f"  {'rank ' + each.name:<16}{times}   {_change(each)}, most of it in {where}"
-        more = [int(each.name) for each in found.ranks[_MAX_RANKS:]]
-        if more:
+        if more := [int(each.name) for each in found.ranks[_MAX_RANKS:]]:
             yield f"  and {named(more)}"
     yield ""
     yield "changed" if found.facts or found.script else "command, versions and code are the same"

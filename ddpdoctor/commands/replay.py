@@ -92,8 +92,7 @@ def main(words: Sequence[str]) -> int:
 def _on_devices(capsule: Capsule, torch: Any, names: Sequence[str]) -> int:
     """Compute the step on devices. Returns 1 if one computes wrongly."""
     for name in names:
-        why = devices.unusable(name, torch)
-        if why:
+        if why := devices.unusable(name, torch):
             raise DoctorError(f"{name} cannot be used here: {why}", "name others with --devices")
     try:
         every = [devices.compute(capsule, name, torch) for name in names]

@@ -128,8 +128,7 @@ def _outcome(path: Path) -> tuple[str, str]:
     found = sorted((finding for finding, _ in standing(records)), key=lambda each: -each.severity)
     worst = next((each for each in found if each.severity > Severity.INFO), None)
     verdict = f"{worst.code} {worst.message}" if worst is not None else ""
-    ended = [each.status for each in records.of(JobRecord)]
-    if ended:
+    if ended := [each.status for each in records.of(JobRecord)]:
         last = ended[-1]
         if any(each.hang for each in records.of(SignalRecord)):
             return "hung", verdict

@@ -76,8 +76,7 @@ def main(words: Sequence[str]) -> int:
     ranks = set().union(*given.get("--rank", ())) or None
     name = PARSER.one_run(given)
     taken = _of_job(name, ranks, given) if is_of_job(name, given) else _take(name, ranks, given)
-    missing = (ranks or set()) - {each.rank for each in taken.stacks}
-    if missing:
+    if missing := (ranks or set()) - {each.rank for each in taken.stacks}:
         raise DoctorError(
             f"{taken.name} has no {named(missing)}", "leave out --rank to see all ranks"
         )

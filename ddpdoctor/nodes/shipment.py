@@ -173,8 +173,7 @@ class Shipment:
             if page is not None:
                 yield there, alignment.page(page, restart), False
         elif kind == "jsonl":
-            lines = self._lines(name, alignment, limited=not self.ended)
-            if lines:
+            if lines := self._lines(name, alignment, limited=not self.ended):
                 yield there, b"".join(lines), True
         elif kind == "collectives":
             if self._is_due(name, RING_EVERY):

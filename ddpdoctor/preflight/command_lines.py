@@ -219,8 +219,7 @@ def parse(words: Sequence[str], environ: Mapping[str, str] = os.environ) -> Argu
     values = {each.name.replace("_", "-"): each.value or "" for each in given.passed}
     values |= {name: given.options[name] for name in _PLACED if name in given}
     for name in _PLACED:
-        default = environ.get(f"PET_{name[2:].upper().replace('-', '_')}", "")
-        if default:
+        if default := environ.get(f"PET_{name[2:].upper().replace('-', '_')}", ""):
             values.setdefault(name, default)
     return Arguments(
         options=_options(values, given, environ),

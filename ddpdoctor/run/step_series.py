@@ -255,8 +255,7 @@ class _Table:
         unsplit = set()
         for column in range(self._columns):
             split = bool(self._counts[True][column])
-            count = self._counts[split][column]
-            if count:
+            if count := self._counts[split][column]:
                 for values, sums in zip(parts, self._sums[split], strict=True):
                     values[column] = sums[column] / count
                 if not split:

@@ -98,8 +98,7 @@ class OomWatch:
             if not line:
                 # In some containers it is /dev/null.
                 break
-            match = _KILLED.search(line)
-            if match:
+            if match := _KILLED.search(line):
                 self._killed.add(int(match[1]))
         return "kernel" if pid in self._killed else ""
 
@@ -307,14 +306,12 @@ class Unwatched:
             yield UnwatchedRecord(time=time.time_ns(), why=why)
 
     def _reason(self, pid: int) -> str:
-        option = bare_option(proc.words(pid))
-        if option:
+        if option := bare_option(proc.words(pid)):
             return why_unwatched(option)
         program = ""
         with contextlib.suppress(OSError):
             program = os.readlink(f"/proc/{pid}/exe")
-        old = _OLD.search(program)
-        if old:
+        if old := _OLD.search(program):
             return f"Python {old[1]} is too old for ddpdoctor's probe, which needs 3.10"
         paths = proc.environ(pid).get("PYTHONPATH", "").split(os.pathsep)
         if self._entry in paths:

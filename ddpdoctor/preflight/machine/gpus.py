@@ -73,8 +73,7 @@ def job_gpus(situation: Situation) -> tuple[Health, ...]:
     Raises:
         Skip: There are none.
     """
-    reason = none_here(situation)
-    if reason:
+    if reason := none_here(situation):
         raise Skip(reason)
     return chosen(situation)
 
@@ -209,8 +208,7 @@ def _count_findings(
     situation: Situation, gpus: Sequence[Health], mine: Sequence[Health], seen: int
 ) -> Iterator[Finding]:
     wanted = situation.environ.get("CUDA_VISIBLE_DEVICES")
-    wrong = situation.shared(cuda_choice).wrong
-    if wrong:
+    if wrong := situation.shared(cuda_choice).wrong:
         yield failure(
             f"CUDA_VISIBLE_DEVICES={wanted}: {wrong}, so that CUDA sees {seen} of {len(gpus)} GPUs",
             fix="Correct the entry: CUDA ignores it and all that follow, and everything if one is "
@@ -435,8 +433,7 @@ def _driver_findings(situation: Situation, facts: GpuFacts, on_bus: int) -> Iter
             paste=typed("sudo nvidia-smi --gpu-reset -i {}", index),
             about=f"gpu {index}",
         )
-    off = [str(gpu.device.index) for gpu in facts.gpus if gpu.persistent is False]
-    if off:
+    if off := [str(gpu.device.index) for gpu in facts.gpus if gpu.persistent is False]:
         yield note(
             f"persistence mode is off on GPU {', '.join(off)}: after a pause the driver takes "
             "seconds to come back",
@@ -545,8 +542,7 @@ def _memory(gpu: Health) -> Iterator[Finding]:
 
 
 def _throttled(gpu: Health) -> Iterator[Finding]:
-    reasons = [each for each in gpu.throttled if each in _HOT]
-    if reasons:
+    if reasons := [each for each in gpu.throttled if each in _HOT]:
         degrees = f" at {gpu.temperature} degrees Celsius" if gpu.temperature else ""
         yield warning(
             f"GPU {gpu.device.index} is throttled{degrees}: {', '.join(reasons)}",

@@ -375,8 +375,7 @@ def gloo_choice(
     gloo/transport/tcp/device.cc, lookupAddrForIface and lookupAddrForHostname.)
     """
     here = tuple(among)
-    chosen = environ.get("GLOO_SOCKET_IFNAME", "")
-    if chosen:
+    if chosen := environ.get("GLOO_SOCKET_IFNAME", ""):
         found = []
         for name in chosen.split(","):
             interface = next((each for each in here if each.name == name), None)

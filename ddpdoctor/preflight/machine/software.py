@@ -287,8 +287,7 @@ def _examined(path: Path, source: bytes, folder: Path) -> Outcome:
         missing += _missing_inside(list(modules), folder)
     until = " up to where sys.path is changed" if found.cut else ""
     if not missing:
-        misuse = _misuse(path)
-        if misuse:
+        if misuse := _misuse(path):
             return judged(f"{path.name} parses, but misuses DDP; it was not run", misuse)
         imports = f"{len(modules)} imports{until}"
         return passed(f"{path.name} parses, and its {imports} are there; it was not run")

@@ -489,8 +489,7 @@ def shared_folder(meeting: Meeting) -> Outcome:
 
 
 def _folder_findings(meeting: Meeting, test: Folder, writer: int, folder: str) -> Iterator[Finding]:
-    blind = [index for index in test.asked if index != writer and index not in test.seen]
-    if blind:
+    if blind := [index for index in test.asked if index != writer and index not in test.seen]:
         yield warning(
             f"{folder} is another folder on {meeting.hosts(blind)} than on {meeting.name(writer)}",
             evidence=(f"a file that {meeting.host(writer)} wrote there was not seen",),
@@ -508,8 +507,7 @@ def _folder_findings(meeting: Meeting, test: Folder, writer: int, folder: str) -
             paste=typed("ls -la {}", folder),
             about="listing",
         )
-    unasked = [index for index in range(len(meeting.nodes)) if index not in test.asked]
-    if unasked:
+    if unasked := [index for index in range(len(meeting.nodes)) if index not in test.asked]:
         yield note(
             f"{meeting.hosts(unasked)} did not look, for lack of --checkpoint-dir",
             about="unasked",

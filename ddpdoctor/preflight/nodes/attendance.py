@@ -370,8 +370,7 @@ def attendance(situation: Situation) -> Outcome:
             f"not connected to {meeting.place.endpoint}",
             [own_problem(meeting, meeting.problem, situation)],
         )
-    late = [index for index, node in enumerate(meeting.nodes) if node.late]
-    if late:
+    if late := [index for index, node in enumerate(meeting.nodes) if node.late]:
         node = meeting.nodes[late[0]]
         return could_not_run(
             f"{meeting.hosts(late)} could not finish {node.lost} in time ({node.why}): give it "
@@ -426,8 +425,7 @@ def _absent(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
     else:
         who = listed([*map(meeting.place.name, absent)])
     absence = f"{who} did not come within {seconds:.0f} s"
-    others = sorted({each.host for each in meeting.report.rejected if each.host})
-    if others:
+    if others := sorted({each.host for each in meeting.report.rejected if each.host}):
         absence += f"; {listed(others, 3)} came with another rendezvous id"
     here = f"here: {meeting.hosts(list(range(len(meeting.nodes))))}"
     seen = (here, *_rejected_calls(meeting))
@@ -661,8 +659,7 @@ def verdicts(meeting: Meeting) -> Outcome:
     known = list(enumerate(meeting.report.verdicts))
     faulty = [index for index, each in known if each.findings]
     detail = f"{meeting.hosts(faulty) or 'no node'} found faults in its own checks"
-    late = [index for index, each in known if each.untested]
-    if late:
+    if late := [index for index, each in known if each.untested]:
         detail += f"; not all was tested on {meeting.hosts(late)}"
     error = Severity.ERROR.label
     return judged(

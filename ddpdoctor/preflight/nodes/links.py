@@ -512,8 +512,7 @@ def _taken(meeting: Meeting) -> str:
     for library, of in (("gloo", "gloo_address"), ("NCCL", "nccl_address")):
         by_name: dict[str, list[int]] = {}
         for index, node in enumerate(meeting.nodes):
-            address = getattr(node.facts, of)
-            if address:
+            if address := getattr(node.facts, of):
                 by_name.setdefault(interface(meeting, index, address)[0] or address, []).append(
                     index
                 )

@@ -262,8 +262,7 @@ def capacity(meeting: Meeting, nodes: Sequence[int]) -> tuple[str, float]:
     """
     facts = [meeting.nodes[index].facts for index in nodes]
     links = [each.inside if len(facts) == 1 else each.outside for each in facts]
-    unknown = [what for what, speed in links if not speed]
-    if unknown:
+    if unknown := [what for what, speed in links if not speed]:
         return unknown[0], 0.0
     return min(links, key=lambda link: link[1])
 
@@ -366,16 +365,14 @@ def _unready(meeting: Meeting, test: Reduction) -> Outcome:
 
 def _too_little_time(meeting: Meeting, test: Reduction) -> str:
     """Return why the ranks that failed had too little time; empty if one had enough."""
-    slow = [node for node in meeting.nodes if node.late]
-    if slow:
+    if slow := [node for node in meeting.nodes if node.late]:
         return f"{slow[0].facts.host} could not finish {slow[0].lost} in time"
     if not test.wrong or not all(result.late for result in test.wrong):
         return ""
     if test.limit < test.asked / 2:
         return f"only {test.limit:.0f} s were left for it"
     # torch looks up the names of its peers many times before it reduces.
-    names = [index for index, node in enumerate(meeting.nodes) if node.facts.lookup > SLOW]
-    if names:
+    if names := [index for index, node in enumerate(meeting.nodes) if node.facts.lookup > SLOW]:
         return f"name lookups are slow on {meeting.hosts(names)}"
     if not starved(test.wrong):
         return ""
@@ -423,8 +420,7 @@ def _failed_gloo(meeting: Meeting, test: Reduction) -> Iterator[Finding]:
     ][:4]
     if silent:
         evidence.append(f"no answer at all from {meeting.hosts(silent)}")
-    incorrect = [result for result in test.wrong if result.wrong]
-    if incorrect:
+    if incorrect := [result for result in test.wrong if result.wrong]:
         on = sorted({result.node for result in incorrect})
         yield failure(
             f"{incorrect[0].wrong} gave a wrong result on {meeting.hosts(on)}",
