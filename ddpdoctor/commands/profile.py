@@ -41,12 +41,7 @@ seconds longer when torch.profiler is first loaded, and the peers wait.
 
 Exit status: 0; 1 if a rank was not profiled; 2 if there is no such run or rank.
 """,
-    {
-        "--steps": number(1, 1000),
-        "--ranks": RANKS,
-        "--out": FILE,
-        "--within": seconds(1, 3600),
-    },
+    {"--steps": number(1, 1000), "--ranks": RANKS, "--out": FILE, "--within": seconds(1, 3600)},
 )
 
 LEAD = 1.0  # Seconds until the first profiled step, so that all ranks have been asked by then

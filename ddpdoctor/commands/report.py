@@ -346,10 +346,7 @@ def is_foreign(path: Path) -> bool:
 
 
 def print_for_tools(
-    given: Given,
-    found: Iterable[Finding],
-    script: str,
-    head: Callable[[Finding], dict[str, Any]],
+    given: Given, found: Iterable[Finding], script: str, head: Callable[[Finding], dict[str, Any]]
 ) -> bool:
     """Print findings in the requested format unless it is text. Return whether it is not."""
     one = line_format(given.get("--output", "text"))

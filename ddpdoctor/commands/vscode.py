@@ -109,9 +109,7 @@ def _install(workspace: Path, here: Path, given: Given) -> None:
                 mappings=mappings or vscode_configurations.default_mappings(workspace),
             ),
             vscode_configurations.TASKS_FILE: partial(
-                vscode_configurations.with_tasks,
-                words=[*own, *_job(given, ranks)],
-                cwd=cwd,
+                vscode_configurations.with_tasks, words=[*own, *_job(given, ranks)], cwd=cwd
             ),
         },
     )

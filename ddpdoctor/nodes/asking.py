@@ -69,11 +69,7 @@ def ask(
 
 
 def capture_everywhere(
-    run: Run,
-    ranks: Collection[int] | None = None,
-    *,
-    native: bool = False,
-    variables: bool = False,
+    run: Run, ranks: Collection[int] | None = None, *, native: bool = False, variables: bool = False
 ) -> tuple[RankStacks, ...]:
     """Return the stacks of the newest attempt's ranks on all nodes, ascending by rank.
 

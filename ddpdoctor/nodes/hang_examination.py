@@ -180,10 +180,7 @@ def _watch(
             activity = _since(activity, last, each.pid, after, now)
             seen[rank_number] = Seen(each.pid, now, after)
         each = replace(
-            each,
-            launcher_works=works,
-            activity=activity,
-            lost=round(lost.get(rank_number, 0.0), 1),
+            each, launcher_works=works, activity=activity, lost=round(lost.get(rank_number, 0.0), 1)
         )
         earlier = RankState(known, 0) if known is not None else None
         found[rank_number] = with_steadiness(RankState(each, time.time_ns()), earlier)
@@ -259,9 +256,7 @@ def _since(
     own, below = process_activity.main_cpu(before.sample, after, pid)
     seconds = now - before.when
     return replace(
-        activity,
-        since_cpu=round(own / seconds, 4),
-        since_children_cpu=round(below / seconds, 4),
+        activity, since_cpu=round(own / seconds, 4), since_children_cpu=round(below / seconds, 4)
     )
 
 

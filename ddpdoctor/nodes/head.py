@@ -157,10 +157,7 @@ class Head:
             self._socket.ipv6 = False
             port = self._socket.bind_to_random_port("tcp://*")
         self.invitation = Invitation(
-            host=socket.gethostname(),
-            addresses=addresses_of(preferred),
-            port=port,
-            secret=secret,
+            host=socket.gethostname(), addresses=addresses_of(preferred), port=port, secret=secret
         )
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         with short_path(str(directory / SOCKET)) as name:

@@ -67,11 +67,7 @@ class Member:
     """
 
     def __init__(
-        self,
-        directory: Path,
-        identity: bytes,
-        answer: Callable[[str, Any], Any],
-        relay: DebugRelay,
+        self, directory: Path, identity: bytes, answer: Callable[[str, Any], Any], relay: DebugRelay
     ) -> None:
         self._directory = directory
         self._relay = relay

@@ -8,21 +8,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from ddpdoctor.preflight.check import (
-    Outcome,
-    check,
-    judged,
-    skipped,
-    typed,
-    warning,
-)
+from ddpdoctor.preflight.check import Outcome, check, judged, skipped, typed, warning
 from ddpdoctor.preflight.machine.gpus import bus_gpus, no_gpu
-from ddpdoctor.preflight.situation import (
-    Situation,
-    gpu_facts,
-    names,
-    text,
-)
+from ddpdoctor.preflight.situation import Situation, gpu_facts, names, text
 
 _BRIDGE = 0x0604
 _STATUS, _HAS_LIST, _CLASS, _FIRST = 0x06, 0x10, 0x0A, 0x34

@@ -232,10 +232,7 @@ SAID_VERSIONS = 3  # Maximum number of unusual versions to name; the rest are on
 @across_nodes(
     "node-versions",
     "DDP057",
-    {
-        "DDP014": relations.of_these("torch", "torch"),
-        "DDP057": relations.of_these("torch", "NCCL"),
-    },
+    {"DDP014": relations.of_these("torch", "torch"), "DDP057": relations.of_these("torch", "NCCL")},
 )
 def node_versions(meeting: Meeting) -> Outcome:
     """The nodes have different versions of torch, NCCL, the driver or Python, or NCCL settings.
@@ -345,11 +342,7 @@ def _setting_findings(meeting: Meeting) -> Iterator[Finding]:
         )
 
 
-@across_nodes(
-    "same-code",
-    "DDP058",
-    {"DDP058": relations.of_these(("commit", "changes"), "file")},
-)
+@across_nodes("same-code", "DDP058", {"DDP058": relations.of_these(("commit", "changes"), "file")})
 def same_code(meeting: Meeting) -> Outcome:
     """The nodes do not have the same script, commit or uncommitted changes.
 
@@ -509,6 +502,5 @@ def _folder_findings(meeting: Meeting, test: Folder, writer: int, folder: str) -
         )
     if unasked := [index for index in range(len(meeting.nodes)) if index not in test.asked]:
         yield note(
-            f"{meeting.hosts(unasked)} did not look, for lack of --checkpoint-dir",
-            about="unasked",
+            f"{meeting.hosts(unasked)} did not look, for lack of --checkpoint-dir", about="unasked"
         )

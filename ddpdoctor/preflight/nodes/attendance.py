@@ -188,9 +188,7 @@ def _on_this_side(meeting: Meeting, problem: Problem, situation: Situation) -> F
         state = "has no carrier" if down.unplugged else "is down"
         fix, paste = bring_up(down)
         return _unreached(
-            f"{at} cannot be reached: the interface {down.name} of this machine {state}",
-            fix,
-            paste,
+            f"{at} cannot be reached: the interface {down.name} of this machine {state}", fix, paste
         )
     if problem.unheard:
         return _unreached(
@@ -629,9 +627,7 @@ def next_line(situation: Situation, outcomes: Sequence[Outcome]) -> str:
 
 
 @across_nodes(
-    "verdicts",
-    "DDP062",
-    dict.fromkeys(("DDP050", "DDP053", "DDP055"), relations.same_subject),
+    "verdicts", "DDP062", dict.fromkeys(("DDP050", "DDP053", "DDP055"), relations.same_subject)
 )
 def verdicts(meeting: Meeting) -> Outcome:
     """What the checks of the other machines found, shown on every node.

@@ -477,11 +477,7 @@ def gloo_addresses(meeting: Meeting) -> Outcome:
         uses only NCCL does not need gloo, but most also make a gloo group (for barriers,
         checkpoints, objects).
     """
-    findings = [
-        *_name_findings(meeting),
-        *_gloo_findings(meeting),
-        *_mixed_families(meeting),
-    ]
+    findings = [*_name_findings(meeting), *_gloo_findings(meeting), *_mixed_families(meeting)]
     nodes = {index for way in all_ways(meeting) for index in way}
     closed = {
         way[1]

@@ -12,12 +12,7 @@ from dataclasses import dataclass, replace
 from statistics import median_high
 from typing import Any
 
-from ddpdoctor.preflight.machine.network import (
-    dialled_at,
-    gloo_dials,
-    idle_addresses,
-    is_loopback,
-)
+from ddpdoctor.preflight.machine.network import dialled_at, gloo_dials, idle_addresses, is_loopback
 from ddpdoctor.preflight.protocol import pairs, wire
 from ddpdoctor.preflight.protocol.joining import spare_ports
 from ddpdoctor.preflight.protocol.messages import (

@@ -18,17 +18,9 @@ from ddpdoctor.preflight.machine import network
 from ddpdoctor.preflight.machine.gpus import chosen, no_gpu
 from ddpdoctor.preflight.machine.software import versions
 from ddpdoctor.preflight.protocol import wire
-from ddpdoctor.preflight.protocol.messages import (
-    Facts,
-)
+from ddpdoctor.preflight.protocol.messages import Facts
 from ddpdoctor.preflight.selftest.collectives import why_no_nccl
-from ddpdoctor.preflight.situation import (
-    NodePlace,
-    Situation,
-    gpu_facts,
-    text,
-    visible_gpus,
-)
+from ddpdoctor.preflight.situation import NodePlace, Situation, gpu_facts, text, visible_gpus
 
 NVLINK = 20e9
 """Minimum bytes per second of an NVLink, one way: 20 GB/s in the first generation, 25 in the second

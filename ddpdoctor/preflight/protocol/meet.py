@@ -44,21 +44,9 @@ from ddpdoctor.preflight.protocol.messages import (
     Welcome,
 )
 from ddpdoctor.preflight.protocol.pairs import STARVED_SHARE, Dialled, Listener, Target
-from ddpdoctor.preflight.protocol.wire import (
-    NO_FILES,
-    ProcessClock,
-    WireError,
-    key_of,
-    words_of,
-)
+from ddpdoctor.preflight.protocol.wire import NO_FILES, ProcessClock, WireError, key_of, words_of
 from ddpdoctor.preflight.selftest.collectives import Ranks
-from ddpdoctor.preflight.situation import (
-    Deadline,
-    NodePlace,
-    Situation,
-    Verdicts,
-    node_place,
-)
+from ddpdoctor.preflight.situation import Deadline, NodePlace, Situation, Verdicts, node_place
 from ddpdoctor.run.records.base import as_json
 
 # -- orders

@@ -274,13 +274,7 @@ _SESSION_TIMEOUT = 60.0
 _HELLO = struct.Struct("!16sIc")
 _EXCHANGE, _SPEED = b"E", b"S"
 _OK, _NOT_ME = b"\x01", b"\x00"
-_BROKEN = (
-    OSError,
-    asyncio.IncompleteReadError,
-    asyncio.TimeoutError,
-    TimeoutError,
-    struct.error,
-)
+_BROKEN = (OSError, asyncio.IncompleteReadError, asyncio.TimeoutError, TimeoutError, struct.error)
 
 Outcome = Literal[
     "ok",
