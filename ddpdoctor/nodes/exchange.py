@@ -11,24 +11,29 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import threading
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import zmq
 
-from ddpdoctor.nodes import store
+from ddpdoctor.nodes import hang_examination, store
 from ddpdoctor.nodes.alignment import dumped, parsed
-from ddpdoctor.nodes.answers import Answers
 from ddpdoctor.nodes.debug_relay import DebugRelay
 from ddpdoctor.nodes.head import SILENT_TIMEOUT, Head, Invitation, invitation_line
 from ddpdoctor.nodes.member import Member
 from ddpdoctor.nodes.messages import Began
 from ddpdoctor.run.journal import Journal
-from ddpdoctor.run.records.base import Part, as_json, dataclass
+from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.records.base import Part, as_json, dataclass, document, json_line
 from ddpdoctor.run.records.process import StoreRecord
-from ddpdoctor.run.records.supervisor import HeadRecord
+from ddpdoctor.run.records.supervisor import HeadRecord, NoCoreRecord, RankEvidence
 from ddpdoctor.run.records.typed_json import decoder, required
+from ddpdoctor.run.snapshot import Run
+from ddpdoctor.run.status import Phase
+from ddpdoctor.stacks.capture import capture
 
 LOOK_EVERY = 0.5  # Seconds between two reads of the job's store
 END_TIMEOUT = 3.0  # Seconds to send the last records
@@ -58,6 +63,57 @@ class State(Part):
     host: str = ""  # The head's host
     directory: str = ""  # The head's run directory
     hangs: bool = False  # Whether the head has ended its part of the job, which hangs
+
+
+# -- questions of the head about the ranks of this node
+
+
+class Answers:
+    """Answers questions about the ranks of a run. ``launcher`` is the process id of its command."""
+
+    def __init__(self, directory: Path, launcher: int) -> None:
+        self._directory = directory
+        self._launcher = launcher
+        self._lock = threading.Lock()
+        self._reader: RunReader | None = None
+        self._evidence: dict[int, RankEvidence] = {}
+        self._seen: dict[int, hang_examination.Seen] = {}
+
+    def answer(self, what: str, arguments: Any) -> Any:
+        """Return the answer as JSON. None if the question is unknown."""
+        with self._lock:
+            if self._reader is None:
+                self._reader = RunReader(self._directory, own=True)
+            run = self._reader.snapshot()
+            if what == "examine":
+                return self._examine(run, int(arguments["number"]))
+            if what == "stacks":
+                return self._stacks(run, arguments)
+        return None
+
+    def _examine(self, run: Run, number: int) -> Any:
+        waiting = [
+            rank.rank
+            for rank in run.last
+            if rank.status is not None and rank.status.phase in (Phase.WAIT, Phase.BACKWARD)
+        ]
+        since = {rank.rank: rank.status.since for rank in run.last if rank.status is not None}
+        lost = {
+            each.rank: each.lost / 1e9
+            for each in run.supervisor.of(NoCoreRecord)
+            if since.get(each.rank) == each.since
+        }
+        found = hang_examination.examine(
+            run, number, waiting, self._evidence, self._seen, self._launcher, lost
+        )
+        self._evidence = {each.rank: each for each in found}
+        return [parsed(json_line(as_json(each))) for each in found]
+
+    def _stacks(self, run: Run, arguments: Any) -> Any:
+        patience = min(30.0, float(arguments.get("patience", 2.0)))
+        wanted = {name: arguments.get(name) is True for name in ("native", "variables")}
+        found = capture(run, arguments.get("ranks"), patience, **wanted)
+        return [document(each) for each in found]
 
 
 class Exchange:

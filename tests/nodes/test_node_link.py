@@ -20,10 +20,9 @@ from ddpdoctor.core.finding import RULES, examine
 from ddpdoctor.nodes import asking, link, store
 from ddpdoctor.nodes.alignment import Alignment, HeadClock
 from ddpdoctor.nodes.debug_relay import DebugRelay
-from ddpdoctor.nodes.head import Head, invitation_line
+from ddpdoctor.nodes.head import Head, Mirror, RefusedError, invitation_line
 from ddpdoctor.nodes.member import Member
 from ddpdoctor.nodes.messages import Began, Files, Hello, Over, Piece, Question, Request
-from ddpdoctor.nodes.mirror import Mirror, RefusedError
 from ddpdoctor.nodes.shipment import NODE, STEP_STRIDE, Shipment
 from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.mapped import EXAMINATION, RequestWriter
