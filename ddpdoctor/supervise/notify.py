@@ -1,7 +1,7 @@
-"""``--notify``: send important findings and the end of the job to a webhook or a command.
+"""``--notify`` and ``--log-to``: send findings, or the run, to services while the job runs.
 
-Each target has its own thread, so neither other targets nor the job wait for it. At its end, the
-run waits a second for them.
+Each target of ``--notify`` has its own thread, and the clients of experiment trackers have a
+process. So neither other targets nor the job wait for them. At its end, the run does for a while.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from ddpdoctor import __version__
+from ddpdoctor.core.commands import in_own_process
 from ddpdoctor.core.finding import Finding, Severity, to_record
 from ddpdoctor.core.formatting import json_text, shown
 from ddpdoctor.core.job import Command
@@ -26,7 +28,7 @@ from ddpdoctor.core.relations import STANDSTILL
 from ddpdoctor.render import json_lines, reporter
 from ddpdoctor.run.reported import Event, Reported, in_words
 from ddpdoctor.supervise import processes
-from ddpdoctor.system.proc import pause, until
+from ddpdoctor.system.proc import pause, readable, until
 
 if TYPE_CHECKING:
     from ddpdoctor.run.snapshot import Run
@@ -182,3 +184,83 @@ class _Target:
 def is_url(target: str) -> bool:
     """Return whether a target is a webhook, not a command."""
     return target.startswith(("http://", "https://"))
+
+
+# -- the process that sends the run to experiment trackers
+
+
+TRACKERS_TIMEOUT = 15.0  # Seconds to send the end of the run
+TRACKERS_LOG = "trackers.log"  # File in the run directory with the clients' output
+_RANKS = "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"
+
+
+def is_first(environ: Mapping[str, str]) -> bool:
+    """Return whether this is the first of the supervisors that srun or mpirun has started."""
+    return all(environ.get(name, "0") == "0" for name in _RANKS)
+
+
+class Tracking:
+    """Starts and ends the process that sends the run.
+
+    The trackers' clients may hang, crash, or print. None of that reaches the job.
+
+    Args:
+        directory: The run directory.
+        targets: As on the command line.
+        say: Prints a line for the user.
+    """
+
+    def __init__(self, directory: Path, targets: Sequence[str], say: Callable[[str], None]) -> None:
+        self._say = say
+        self._output = b""
+        with open(directory / TRACKERS_LOG, "wb", buffering=0) as log:
+            self._process = subprocess.Popen(
+                in_own_process(str(directory), *targets, module="ddpdoctor.trackers.follow"),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert self._process.stdout is not None
+        self._reading = self._process.stdout.fileno()
+        os.set_blocking(self._reading, False)
+
+    @property
+    def pid(self) -> int:
+        """The pid of the tracker's process, which is not part of the job."""
+        return self._process.pid
+
+    def poll(self) -> bool:
+        """Print the messages of the process. Return False once it has ended."""
+        try:
+            data = os.read(self._reading, 1 << 16)
+        except BlockingIOError:
+            return True
+        *lines, self._output = (self._output + data).split(b"\n")
+        for line in lines:
+            self._say(line.decode(errors="replace"))
+        return data != b""
+
+    def end(self) -> None:
+        """Let the process send the end of the run, and end it if that takes too long."""
+        process = self._process
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+        deadline = time.monotonic() + TRACKERS_TIMEOUT
+        alive = True
+        while alive and (left := deadline - time.monotonic()) > 0:
+            readable([self._reading], min(left, 0.2))
+            alive = self.poll()
+        if alive:
+            self._say(
+                f"warning: --log-to: not all was sent within {TRACKERS_TIMEOUT:g} s; ending it"
+            )
+            # Clients start helpers, some in a separate session.
+            helpers = processes.Job("", frozenset({process.pid})).processes()
+            process.kill()
+            for each in helpers:
+                processes.send(each, signal.SIGKILL)
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -24,6 +25,7 @@ from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.job import Command
 from ddpdoctor.debug.debugging import Debugging
 from ddpdoctor.debug.vscode_files import job_workspace
+from ddpdoctor.failures import slurm
 from ddpdoctor.render.reporter import Reporter
 from ddpdoctor.run import code_version, rundir
 from ddpdoctor.run.journal import Journal
@@ -35,19 +37,16 @@ from ddpdoctor.run.records.supervisor import JobRecord, SignalRecord, UnwatchedR
 from ddpdoctor.run.reported import to_journal
 from ddpdoctor.supervise.job_signals import JobSignals, Passthrough
 from ddpdoctor.supervise.keepers import Keepers
-from ddpdoctor.supervise.notify import Notifications
+from ddpdoctor.supervise.notify import Notifications, Tracking, is_first
 from ddpdoctor.supervise.rank_processes import RankWatch, Unwatched, bare_option, why_unwatched
-from ddpdoctor.supervise.scheduler import Scheduler
-from ddpdoctor.supervise.tracking import Tracking, is_first
 
 if TYPE_CHECKING:
     from ddpdoctor.run.reader import RunReader
     from ddpdoctor.run.snapshot import Run
     from ddpdoctor.run.vitals import Vitals
     from ddpdoctor.supervise.hang_watch import HangWatch
-    from ddpdoctor.supervise.link_watch import LinkWatch
     from ddpdoctor.supervise.node_link import NodeLink
-    from ddpdoctor.supervise.slow_ranks import GpuWatch, Stragglers, Suspicions
+    from ddpdoctor.supervise.slow_ranks import GpuWatch, LinkWatch, Stragglers, Suspicions
     from ddpdoctor.system.gpu_poll import GpuPoll
 
 
@@ -121,6 +120,54 @@ def keep_stderr(directory: Path, passthrough: Passthrough) -> None:
     """Keep the end of the job's stderr, which the diagnosis of a crash may need."""
     with contextlib.suppress(OSError):
         rundir.put(directory / rundir.STDERR, bytes(passthrough.tail))
+
+
+# -- why the machine's scheduler ends the job
+
+
+SCHEDULER_TIMEOUT = 3.0  # Seconds for the scheduler to answer
+
+
+class Scheduler:
+    """Asks Slurm or Kubernetes why they end a job, once."""
+
+    def __init__(self) -> None:
+        self._job = os.environ.get("SLURM_JOB_ID", "")
+        self._pod = (
+            os.environ.get("HOSTNAME", "") if "KUBERNETES_SERVICE_HOST" in os.environ else ""
+        )
+        self._why = ""
+        self._thread: threading.Thread | None = None
+        self._is_asked = False
+
+    @property
+    def restarts(self) -> str:
+        """Return a sentence if Slurm has started the job before. Otherwise empty."""
+        count = os.environ.get("SLURM_RESTART_COUNT", "0") if self._job else "0"
+        if not count.isdigit() or int(count) == 0:
+            return ""
+        return f"Slurm has started job {self._job} again (restart {int(count)})"
+
+    def ask(self) -> None:
+        """Start to query why the job is asked to end, because Slurm may forget it soon."""
+        self._is_asked = True
+        if self._thread is None and self._job:
+            self._thread = threading.Thread(target=self._ask, name="ddpdoctor-slurm", daemon=True)
+            self._thread.start()
+
+    def _ask(self) -> None:
+        self._why = slurm.why_stopped(self._job, SCHEDULER_TIMEOUT)
+
+    def why(self) -> str:
+        """Return why the job was asked to end. Empty if unknown, or after `SCHEDULER_TIMEOUT`."""
+        if self._thread is not None:
+            self._thread.join(SCHEDULER_TIMEOUT)
+        if self._is_asked and not self._why and self._pod:
+            return (
+                f"`kubectl describe pod {self._pod}` says whether Kubernetes deleted, evicted or "
+                "preempted the pod"
+            )
+        return self._why
 
 
 # -- the watch of a run
@@ -290,9 +337,8 @@ class RunWatch:
         from ddpdoctor.run.reader import RunReader
         from ddpdoctor.run.vitals import Vitals
         from ddpdoctor.supervise.hang_watch import HangWatch
-        from ddpdoctor.supervise.link_watch import LinkWatch
         from ddpdoctor.supervise.node_link import NodeLink
-        from ddpdoctor.supervise.slow_ranks import GpuWatch, Stragglers, Suspicions
+        from ddpdoctor.supervise.slow_ranks import GpuWatch, LinkWatch, Stragglers, Suspicions
         from ddpdoctor.system.gpu_poll import GpuPoll
 
         if self._requests is None:

@@ -16,7 +16,7 @@ from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.training import StepRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
-from ddpdoctor.supervise.link_watch import LinkWatch
+from ddpdoctor.supervise.slow_ranks import LinkWatch
 from ddpdoctor.system import network, proc
 from ddpdoctor.system.network import Traffic
 from tests.support.hanging_ranks import status

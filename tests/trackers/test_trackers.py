@@ -16,8 +16,8 @@ import pytest
 from ddpdoctor.core.errors import DoctorError
 from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.supervise.notify import is_first
 from ddpdoctor.supervise.processes import Job
-from ddpdoctor.supervise.tracking import is_first
 from ddpdoctor.trackers import follow
 from ddpdoctor.trackers.base import file_name, open_tracker, text_of
 from ddpdoctor.trackers.follow import send_finished
