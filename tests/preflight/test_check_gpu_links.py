@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.preflight.check import Status
-from ddpdoctor.preflight.machine import gpu_acs as acs_module
 from ddpdoctor.preflight.machine import gpus as gpus_module
 from ddpdoctor.preflight.machine import software
 from ddpdoctor.preflight.situation import Once, Options, Situation, gpu_facts
@@ -191,7 +190,7 @@ def switch(root: Path, acs: int | None, *, size: int = 4096, gpus: int = 2) -> N
 
 def test_access_control_on_the_ports_of_a_switch(tmp_path: Path) -> None:
     switch(tmp_path, acs=0x1D)
-    outcome = acs_module.gpu_acs(situation(tmp_path, *(Health(device(i)) for i in (0, 1))))
+    outcome = gpus_module.gpu_acs(situation(tmp_path, *(Health(device(i)) for i in (0, 1))))
     assert outcome.detail == "2 switch ports above 2 GPUs, ACS redirects on 2"
     (finding,) = outcome.findings
     assert (finding.code, outcome.status) == ("DDP026", Status.WARN)
@@ -221,7 +220,7 @@ def test_access_control_that_is_off_or_cannot_be_read(
     tmp_path: Path, acs: int | None, size: int, gpus: int, detail: str
 ) -> None:
     switch(tmp_path, acs, size=size, gpus=gpus)
-    outcome = acs_module.gpu_acs(situation(tmp_path, *(Health(device(i)) for i in range(gpus))))
+    outcome = gpus_module.gpu_acs(situation(tmp_path, *(Health(device(i)) for i in range(gpus))))
     assert outcome.detail == detail
     assert outcome.findings == ()
     read = "switch ports" in detail
@@ -235,13 +234,13 @@ def test_access_control_is_harmless_in_a_virtual_machine_or_beside_nvlink(tmp_pa
     once.put(gpu_facts, GpuFacts(gpus=gpus, nvlinked=((0, 1),)))
     proc = tmp_path / "proc"
     machine = Situation(Options(), environ={}, proc=proc, sys=tmp_path / "sys", once=once)
-    assert acs_module.gpu_acs(machine).status is Status.PASS
+    assert gpus_module.gpu_acs(machine).status is Status.PASS
     # A network card that reads the GPUs' memory goes over PCIe whatever joins the GPUs.
     (tmp_path / "sys/class/infiniband/mlx5_0").mkdir(parents=True)
-    assert acs_module.gpu_acs(machine).status is Status.WARN
+    assert gpus_module.gpu_acs(machine).status is Status.WARN
     proc.mkdir()
     (proc / "cpuinfo").write_text("flags\t\t: fpu vme hypervisor lahf_lm\n")
-    assert acs_module.gpu_acs(machine).detail == "a virtual machine: its host decides"
+    assert gpus_module.gpu_acs(machine).detail == "a virtual machine: its host decides"
 
 
 @pytest.mark.parametrize("damage", [b"", b"\xff" * 4096, bytes(4096)])
@@ -250,7 +249,7 @@ def test_a_damaged_configuration_space_does_no_harm(tmp_path: Path, damage: byte
     for config in tmp_path.glob("sys/devices/**/config"):
         config.write_bytes(damage)
     machine = situation(tmp_path, *(Health(device(i)) for i in (0, 1)))
-    assert acs_module.gpu_acs(machine).status is Status.SKIPPED
+    assert gpus_module.gpu_acs(machine).status is Status.SKIPPED
 
 
 RECORDS = """\

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ddpdoctor.preflight.protocol import wire
 from ddpdoctor.preflight.protocol.coordinator import Coordinator, listen
+from ddpdoctor.preflight.protocol.joining import half_open, notice, send_notice
 from ddpdoctor.preflight.protocol.messages import Caller
-from ddpdoctor.preflight.protocol.notices import half_open, notice, send_notice
 
 KEY = wire.key_of("job7")
 

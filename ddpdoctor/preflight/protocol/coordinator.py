@@ -14,7 +14,7 @@ from typing import Any
 
 from ddpdoctor.preflight.machine.network import dialled_at, gloo_dials, idle_addresses, is_loopback
 from ddpdoctor.preflight.protocol import pairs, wire
-from ddpdoctor.preflight.protocol.joining import spare_ports
+from ddpdoctor.preflight.protocol.joining import HALF_OPEN, half_open, hear_notices, spare_ports
 from ddpdoctor.preflight.protocol.messages import (
     Answer,
     Caller,
@@ -32,7 +32,6 @@ from ddpdoctor.preflight.protocol.messages import (
     Welcome,
     unpack_facts,
 )
-from ddpdoctor.preflight.protocol.notices import HALF_OPEN, half_open, hear_notices
 from ddpdoctor.preflight.protocol.pairs import STALLS, Dialled, NodePair, Speed, Target
 from ddpdoctor.preflight.protocol.wire import Late, Link, WireError, unpacked
 from ddpdoctor.preflight.selftest.collectives import LATE
