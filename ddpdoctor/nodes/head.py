@@ -19,31 +19,11 @@ import zmq
 
 from ddpdoctor import __version__
 from ddpdoctor.core import opening
-from ddpdoctor.nodes import link
+from ddpdoctor.nodes import link, messages
 from ddpdoctor.nodes.alignment import dumped, place_of
 from ddpdoctor.nodes.asking import SOCKET
 from ddpdoctor.nodes.debug_relay import DebugRelay
-from ddpdoctor.nodes.messages import (
-    MESSAGES,
-    PROTOCOL,
-    Answer,
-    Began,
-    Clock,
-    EndHang,
-    Files,
-    ForDebuggers,
-    Hello,
-    Leave,
-    Numbered,
-    Over,
-    Piece,
-    Ping,
-    Pong,
-    Question,
-    Request,
-    Taken,
-    Welcome,
-)
+from ddpdoctor.nodes.messages import MESSAGES, PROTOCOL
 from ddpdoctor.nodes.shipment import GPUS, NODE, PROCESS, RANK
 from ddpdoctor.run import rundir
 from ddpdoctor.run.journal import Journal
@@ -125,7 +105,7 @@ class Mirror:
         self._owners: dict[str, int] = {}
         self._journals: dict[str, Journal] = {}
 
-    def take(self, node: int, pieces: Sequence[Piece], contents: bytes) -> None:
+    def take(self, node: int, pieces: Sequence[messages.Piece], contents: bytes) -> None:
         """Write the parts of files that a node sent one after the other.
 
         Raises:
@@ -146,7 +126,7 @@ class Mirror:
         if refused is not None:
             raise refused
 
-    def _write(self, node: int, piece: Piece, data: bytes) -> None:
+    def _write(self, node: int, piece: messages.Piece, data: bytes) -> None:
         if GPUS.fullmatch(piece.name) and self._is_of_this_host(piece.name):
             return
         name, limit = self._checked(node, piece.name)
@@ -230,7 +210,7 @@ class _Peer:
     lost: bool = False
     left: bool = False
     refused: bool = False  # It has sent an invalid message
-    clock: Clock | None = None
+    clock: messages.Clock | None = None
     attempts: dict[int, int] = field(default_factory=dict)
 
 
@@ -263,10 +243,10 @@ class Head:
         self._mirror = Mirror(directory, journal_bytes)
         self._journal = Journal(str(directory / JOURNAL), 1 << 22)
         self._peers: dict[bytes, _Peer] = {}
-        self._own: dict[int, Began] = {}
+        self._own: dict[int, messages.Began] = {}
         self._numbered: dict[int, tuple[int, int]] = {}
         """World size and start of the attempts without a rank of this node, by number."""
-        self._waiting: list[tuple[_Peer, Began, float]] = []
+        self._waiting: list[tuple[_Peer, messages.Began, float]] = []
         self._requested: dict[str, bytes] = {}
         self._askers: list[_Asker] = []
         self._questions = 0
@@ -298,7 +278,7 @@ class Head:
             if not asker.number:
                 poller.register(asker.connection, zmq.POLLIN)
 
-    def began(self, attempt: Began) -> None:
+    def began(self, attempt: messages.Began) -> None:
         """Note that ranks of this node began an attempt."""
         self._own[attempt.restart] = attempt
 
@@ -330,7 +310,7 @@ class Head:
 
     def _handle(self, identity: bytes, message: Record, blob: bytes) -> None:
         peer = self._peers.get(identity)
-        if isinstance(message, Hello):
+        if isinstance(message, messages.Hello):
             self._hello(identity, message)
             return
         if peer is None:
@@ -340,26 +320,26 @@ class Head:
             peer.lost = False
             self._note(peer, "back")
             self._relay.joined(peer.number, peer.host, partial(self._send, peer))
-        if isinstance(message, Ping):
-            self._send(peer, Pong(sent=message.sent, received=time.time_ns()))
-        elif isinstance(message, Clock):
+        if isinstance(message, messages.Ping):
+            self._send(peer, messages.Pong(sent=message.sent, received=time.time_ns()))
+        elif isinstance(message, messages.Clock):
             peer.clock = message
             self._note(peer, "clock")
-        elif isinstance(message, Began):
+        elif isinstance(message, messages.Began):
             self._waiting.append((peer, message, time.monotonic() + 5.0))
             self._number()
-        elif isinstance(message, Files):
+        elif isinstance(message, messages.Files):
             self._take(peer, message, blob)
-        elif isinstance(message, Answer):
+        elif isinstance(message, messages.Answer):
             self._answer(peer, message, blob)
-        elif isinstance(message, ForDebuggers):
+        elif isinstance(message, messages.ForDebuggers):
             self._relay.take(peer.number, message, blob)
-        elif isinstance(message, Leave):
+        elif isinstance(message, messages.Leave):
             peer.left = True
             self._note(peer, "left", status=message.status)
             self._relay.gone(peer.number, f"the job has ended on {peer.host}")
 
-    def _hello(self, identity: bytes, message: Hello) -> None:
+    def _hello(self, identity: bytes, message: messages.Hello) -> None:
         peer = self._peers.get(identity)
         if peer is None:
             if len(self._peers) >= MAX_NODES:
@@ -378,7 +358,7 @@ class Head:
         peer.heard = time.monotonic()
         self._send(
             peer,
-            Welcome(
+            messages.Welcome(
                 protocol=PROTOCOL,
                 host=self.invitation.host,
                 directory=str(self._directory),
@@ -386,11 +366,11 @@ class Head:
             ),
         )
         for name, content in self._requested.items():
-            self._send(peer, Request(name=name), content)
+            self._send(peer, messages.Request(name=name), content)
         if not peer.left:
             self._relay.joined(peer.number, peer.host, partial(self._send, peer))
 
-    def _take(self, peer: _Peer, message: Files, blob: bytes) -> None:
+    def _take(self, peer: _Peer, message: messages.Files, blob: bytes) -> None:
         if message.number == peer.taken + 1:
             try:
                 self._mirror.take(peer.number, message.pieces, blob)
@@ -402,7 +382,7 @@ class Head:
             except OSError as error:
                 self._note(peer, "refused", why=f"cannot keep its records: {error.strerror}")
             peer.taken = message.number
-        self._send(peer, Taken(number=peer.taken))
+        self._send(peer, messages.Taken(number=peer.taken))
 
     def _send(self, peer: _Peer, message: Record, blob: bytes = b"") -> bool:
         """Send a message. Return whether it could be sent."""
@@ -439,10 +419,10 @@ class Head:
                 left.append((peer, began, until))
             else:
                 peer.attempts[began.restart] = attempt
-                self._send(peer, Numbered(restart=began.restart, attempt=attempt))
+                self._send(peer, messages.Numbered(restart=began.restart, attempt=attempt))
         self._waiting = left
 
-    def _attempt_of(self, began: Began, *, final: bool) -> int | None:
+    def _attempt_of(self, began: messages.Began, *, final: bool) -> int | None:
         """Return the number of an attempt. None if its ranks here may not have begun yet."""
         known = {each.restart: (each.world_size, each.time) for each in self._own.values()}
         near = {
@@ -480,7 +460,7 @@ class Head:
                 if any(content) and self._requested.get(name) != content:
                     self._requested[name] = content
                     for peer in self._linked():
-                        self._send(peer, Request(name=name), content)
+                        self._send(peer, messages.Request(name=name), content)
         for asker in list(self._askers):
             if now >= asker.until:
                 self._finish(asker)
@@ -528,11 +508,11 @@ class Head:
         asker.number, asker.until = self._questions, time.monotonic() + seconds
         for peer in self._linked():
             asker.waiting.add(peer.number)
-            self._send(peer, Question(number=asker.number, what=what), asker.data)
+            self._send(peer, messages.Question(number=asker.number, what=what), asker.data)
         if not asker.waiting:
             self._finish(asker)
 
-    def _answer(self, peer: _Peer, message: Answer, blob: bytes) -> None:
+    def _answer(self, peer: _Peer, message: messages.Answer, blob: bytes) -> None:
         asker = next((each for each in self._askers if each.number == message.number), None)
         if asker is None or peer.number not in asker.waiting:
             return
@@ -555,12 +535,12 @@ class Head:
     def end_hang(self) -> None:
         """Tell all nodes that the job hangs and was ended here."""
         for peer in self._linked():
-            self._send(peer, EndHang())
+            self._send(peer, messages.EndHang())
 
     def close(self, *, killed: bool = False) -> None:
         """Tell all nodes that the job or ddpdoctor has ended here, and close everything."""
         for peer in self._linked():
-            self._send(peer, Over(killed=killed))
+            self._send(peer, messages.Over(killed=killed))
         for asker in list(self._askers):
             self._finish(asker)
         self._listener.close()

@@ -17,30 +17,11 @@ import zmq
 
 from ddpdoctor import __version__
 from ddpdoctor.core import opening
-from ddpdoctor.nodes import link
+from ddpdoctor.nodes import link, messages
 from ddpdoctor.nodes.alignment import Alignment, HeadClock, dumped, place_of
 from ddpdoctor.nodes.debug_relay import HEAD, DebugRelay
 from ddpdoctor.nodes.head import Invitation
-from ddpdoctor.nodes.messages import (
-    MESSAGES,
-    PROTOCOL,
-    Answer,
-    Began,
-    Clock,
-    EndHang,
-    Files,
-    ForDebuggers,
-    Hello,
-    Leave,
-    Numbered,
-    Over,
-    Ping,
-    Pong,
-    Question,
-    Request,
-    Taken,
-    Welcome,
-)
+from ddpdoctor.nodes.messages import MESSAGES, PROTOCOL
 from ddpdoctor.nodes.shipment import Shipment
 from ddpdoctor.run.mapped import EXAMINATION, PROFILE, SUSPICION, moved_suspicion
 from ddpdoctor.run.records.base import Record
@@ -81,14 +62,14 @@ class Member:
         self._since = 0.0
         self._heard = 0.0
         self._refused = False  # Whether the head has another version of the messages
-        self.head: Welcome | None = None
+        self.head: messages.Welcome | None = None
         """The head, while the link to it is up."""
         self.over = False  # Whether the job has ended on the head
         self.hangs = False  # Whether the head has ended its part of the job, which hangs
         self._clock = HeadClock()
-        self._announced: Clock | None = None
+        self._announced: messages.Clock | None = None
         self._pinged = 0.0
-        self._began: dict[int, Began] = {}
+        self._began: dict[int, messages.Began] = {}
         self._asked: set[int] = set()
         self._attempts: dict[int, int] = {}
         self._shipment = Shipment(directory)
@@ -126,7 +107,7 @@ class Member:
             self._socket.connect(link.endpoint(address, invitation.port))
             self._since = time.monotonic()
             self._send(
-                Hello(
+                messages.Hello(
                     protocol=PROTOCOL,
                     host=socket.gethostname(),
                     directory=str(self._directory),
@@ -146,7 +127,7 @@ class Member:
             poller.register(self._socket, zmq.POLLIN)
         poller.register(self._awake, zmq.POLLIN)
 
-    def began(self, attempt: Began) -> None:
+    def began(self, attempt: messages.Began) -> None:
         """Note that ranks of this node began an attempt, at a time of this node's clock."""
         self._began[attempt.restart] = attempt
 
@@ -169,7 +150,7 @@ class Member:
                 self._handle(*found)
 
     def _handle(self, message: Record, blob: bytes) -> None:
-        if isinstance(message, Welcome):
+        if isinstance(message, messages.Welcome):
             if message.protocol != PROTOCOL:
                 self._disconnect()
                 self._refused = True
@@ -182,29 +163,29 @@ class Member:
                 self._send_frames(frames)
             self._announced = None
             self._relay.joined(HEAD, message.host, self._send)
-        elif isinstance(message, Pong):
+        elif isinstance(message, messages.Pong):
             self._clock.add(message.sent, message.received, time.time_ns())
-        elif isinstance(message, Numbered):
+        elif isinstance(message, messages.Numbered):
             self._attempts[message.restart] = message.attempt
-        elif isinstance(message, Taken):
+        elif isinstance(message, messages.Taken):
             self._taken(message.number)
-        elif isinstance(message, Request):
+        elif isinstance(message, messages.Request):
             self._request(message.name, blob)
-        elif isinstance(message, Question):
+        elif isinstance(message, messages.Question):
             content = opening.loads(blob)
             if self._working < MAX_QUESTIONS:
                 self._working += 1
                 arguments = (message.number, message.what, content)
                 threading.Thread(target=self._work, args=arguments, daemon=True).start()
-        elif isinstance(message, EndHang):
+        elif isinstance(message, messages.EndHang):
             self.hangs = True
-        elif isinstance(message, Over):
+        elif isinstance(message, messages.Over):
             self.over = not message.killed
             self._relay.gone(HEAD, "")
             if message.killed:
                 self.head = None
                 self._disconnect()
-        elif isinstance(message, ForDebuggers):
+        elif isinstance(message, messages.ForDebuggers):
             self._relay.take(HEAD, message, blob)
 
     def _taken(self, number: int) -> None:
@@ -265,18 +246,20 @@ class Member:
         first = len(self._clock) < FIRST_PINGS
         if self.head is not None and now - self._pinged >= (0.02 if first else PING_EVERY):
             self._pinged = now
-            self._send(Ping(sent=time.time_ns()))
+            self._send(messages.Ping(sent=time.time_ns()))
         best = self._clock.best
         if self.head is None or best is None or first:
             return
         if self._announced is None or abs(best.ahead - self._announced.ahead) > SMALL_CHANGE_NS:
-            self._announced = Clock(ahead=best.ahead, error=best.error)
+            self._announced = messages.Clock(ahead=best.ahead, error=best.error)
             self._send(self._announced)
         for restart, each in self._began.items():
             if restart not in self._attempts and restart not in self._asked:
                 self._asked.add(restart)
                 time_there = each.time + best.ahead
-                self._send(Began(restart=restart, world_size=each.world_size, time=time_there))
+                self._send(
+                    messages.Began(restart=restart, world_size=each.world_size, time=time_there)
+                )
         self._send_answers()
         if now >= self._due and len(self._pending) < MAX_PENDING:
             self._due = now + SHIP_EVERY
@@ -298,7 +281,7 @@ class Member:
         if not pieces:
             return False
         self._number += 1
-        frames = link.packed(Files(number=self._number, pieces=tuple(pieces)), contents)
+        frames = link.packed(messages.Files(number=self._number, pieces=tuple(pieces)), contents)
         self._pending.append((self._number, frames))
         self._send_frames(frames)
         return True
@@ -309,7 +292,7 @@ class Member:
             while alignment is not None:
                 number, found = self._answers.get_nowait()
                 self._working -= 1
-                self._send(Answer(number=number), dumped(alignment.document(found)))
+                self._send(messages.Answer(number=number), dumped(alignment.document(found)))
 
     @property
     def seconds_to_wait(self) -> float:
@@ -335,7 +318,7 @@ class Member:
             elif len(self._pending) < MAX_PENDING and not left and not self._ship():
                 left = not self._pending
                 if left:
-                    self._send(Leave(status=status))
+                    self._send(messages.Leave(status=status))
                     return
         if not self.over:
             self.head = None
