@@ -33,18 +33,7 @@ from ddpdoctor.preflight.command_lines import (
     run_line,
     words,
 )
-from ddpdoctor.preflight.machine import own_address
-from ddpdoctor.preflight.machine.network import (
-    ADDRESSES,
-    Interface,
-    best,
-    bring_up,
-    interfaces,
-    is_local,
-    is_loopback,
-    own_host,
-    towards,
-)
+from ddpdoctor.preflight.machine import network, own_address
 from ddpdoctor.preflight.nodes.reductions import across_nodes
 from ddpdoctor.preflight.protocol.joining import Problem
 from ddpdoctor.preflight.protocol.meet import DOUBLE_ADDRESS, LOCAL_TIMEOUT, Meeting, meeting_of
@@ -92,7 +81,7 @@ def own_problem(meeting: Meeting, problem: Problem, situation: Situation) -> Fin
         return replace(held, subjects=frozenset({relations.PORT}))
     if problem.kind in ("refused", "dropped", "prohibited", "unreachable", "no route", "no host"):
         nothing = f"within {problem.waited:.0f} s nothing listened there"
-        if is_local(host):
+        if network.is_local(host):
             fix, paste = meeting_point(place, situation)
             return _unreached(
                 f"node 0 is not at {where}: on every node that is the node itself",
@@ -186,7 +175,7 @@ def _on_this_side(meeting: Meeting, problem: Problem, situation: Situation) -> F
     down = _own_link_down(situation, problem)
     if down is not None:
         state = "has no carrier" if down.unplugged else "is down"
-        fix, paste = bring_up(down)
+        fix, paste = network.bring_up(down)
         return _unreached(
             f"{at} cannot be reached: the interface {down.name} of this machine {state}", fix, paste
         )
@@ -292,13 +281,17 @@ def _closed_port(meeting: Meeting, problem: Problem, situation: Situation) -> Fi
     )
 
 
-def _own_link_down(situation: Situation, problem: Problem) -> Interface | None:
+def _own_link_down(situation: Situation, problem: Problem) -> network.Interface | None:
     """Return an interface that is down, if this machine has no other one to reach node 0 by."""
     if problem.kind == "refused":
         return None
-    here = [each for each in situation.shared(interfaces) if not each.loopback and not each.virtual]
+    here = [
+        each
+        for each in situation.shared(network.interfaces)
+        if not each.loopback and not each.virtual
+    ]
     near = [each for each in here if each.is_towards(problem.address)]
-    by = towards(problem.address, here)
+    by = network.towards(problem.address, here)
     if near:
         return None if any(each.running for each in near) else near[0]
     if by is None and not any(each.outward for each in here):
@@ -430,7 +423,7 @@ def _absent(meeting: Meeting, situation: Situation) -> Iterator[Finding]:
     if meeting.foreign and len(meeting.nodes) == 1:
         yield _elsewhere(meeting, situation, absence)
         return
-    if is_local(meeting.place.host):
+    if network.is_local(meeting.place.host):
         fix, paste = meeting_point(meeting.place, situation)
         yield failure(
             f"{absence}: on every node, {meeting.place.endpoint} is that node itself",
@@ -493,7 +486,7 @@ def _doubled(
         evidence=seen,
         fix="Give each machine its own address, and start the check on all nodes. What that one "
         "has:",
-        paste=ADDRESSES,
+        paste=network.ADDRESSES,
         about="absent",
         nodes=tuple(map(meeting.host, shared)),
         subjects=frozenset(f"address {each}" for each in addresses),
@@ -510,7 +503,7 @@ def _elsewhere(meeting: Meeting, situation: Situation, absence: str) -> Finding:
         evidence=(absence,),
         fix=f"Start node rank 0 on {host}, or name this machine in --rdzv-endpoint, on every node. "
         "Here:",
-        paste=check_line(meeting.place, situation.nproc, host=own_host(situation)),
+        paste=check_line(meeting.place, situation.nproc, host=network.own_host(situation)),
         about="absent",
         nodes=(situation.hostname,),
     )
@@ -530,9 +523,9 @@ def _caller_findings(meeting: Meeting, situation: Situation) -> Iterator[Finding
     for kind in dict.fromkeys(each.kind for each in blocked):
         alike = [each for each in blocked if each.kind == kind]
         own = meeting.nodes[0].address
-        if is_loopback(own):
+        if network.is_loopback(own):
             # No other node came that could report the address at which it reaches this one.
-            towards_it = best(situation.shared(interfaces), alike[0].address)
+            towards_it = network.best(situation.shared(network.interfaces), alike[0].address)
             own = towards_it.addresses[0] if towards_it else alike[0].address
         yield _blocked(meeting, kind, alike, own)
     lost = {node.facts.host for node in meeting.nodes if node.lost}
@@ -571,7 +564,7 @@ def _blocked(meeting: Meeting, kind: str, callers: Sequence[Caller], node_0: str
     port, nodes = meeting.place.port, tuple(each.host for each in callers)
     if kind == DOUBLE_ADDRESS:
         message = f"another machine has the address of {who} as well: it cannot connect to node 0"
-        fix, paste = own_address.SHARED_ADDRESS_FIX.replace("this one", "it"), ADDRESSES
+        fix, paste = own_address.SHARED_ADDRESS_FIX.replace("this one", "it"), network.ADDRESSES
     elif kind == "unanswered":
         message = f"{who} calls port {port} of node 0, and gets no answer: a firewall on its side, "
         message += "or on the way to it, drops what node 0 sends"
@@ -599,7 +592,7 @@ def open_words(situation: Situation, outcomes: Sequence[Outcome]) -> str:
     if here is None or here.status is Status.COULD_NOT_RUN:
         return ""
     place = node_place(situation)
-    if place.rdzv_id != NO_ID or not place.host or is_local(place.host):
+    if place.rdzv_id != NO_ID or not place.host or network.is_local(place.host):
         return ""
     # Only one node prints an id, because two ids would differ.
     if place.rank == 0 or meeting_of(situation).own == 0:

@@ -25,17 +25,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ddpdoctor.preflight.protocol import wire
-from ddpdoctor.preflight.protocol.wire import (
-    Address,
-    Closed,
-    ConnectError,
-    Index,
-    Port,
-    ProcessClock,
-    connect,
-    listen,
-    words_of,
-)
 from ddpdoctor.preflight.situation import waited_for_core
 from ddpdoctor.run.records.base import Part
 
@@ -291,7 +280,7 @@ Outcome = Literal[
     "lossy",  # they arrived in part: packets of all sizes are lost
 ]
 
-_OUTCOMES: dict[Closed, Outcome] = {
+_OUTCOMES: dict[wire.Closed, Outcome] = {
     "refused": "refused", "dropped": "dropped", "no host": "no host", "no files": "no files",
     "no route": "no route",
 }  # fmt: skip
@@ -304,10 +293,10 @@ STALLS = ("forth", "back")  # The outcomes of connections that open and lose lar
 class Target(Part):
     """A node to dial: its index, and where it listens."""
 
-    index: Index = -1
-    address: Address = ""
-    port: Port = 0
-    mss: Port = 0
+    index: wire.Index = -1
+    address: wire.Address = ""
+    port: wire.Port = 0
+    mss: wire.Port = 0
     """Largest segment in bytes, to learn whether smaller packets pass; 0 for the kernel's."""
 
 
@@ -320,7 +309,7 @@ class Dialled(Part):
     """Time until the outcome was known. 0 for ``ok``, as are most of the n² results."""
     error: str = ""  # The kernel's error message
     passes: int = 0  # Bytes of the largest packets that pass where 64 KiB do not; 0 if none do
-    address: Address = ""  # The address that was dialled. The coordinator sets it.
+    address: wire.Address = ""  # The address that was dialled. The coordinator sets it.
 
 
 def pair_token(token: bytes) -> bytes:
@@ -342,7 +331,7 @@ class Listener:
 
     async def open(self) -> int:
         """Listen on a port that the kernel chooses. Return the port."""
-        listening = listen(0)
+        listening = wire.listen(0)
         self._server = await asyncio.start_server(self._answer, sock=listening, backlog=1024)
         return int(listening.getsockname()[1])
 
@@ -389,7 +378,7 @@ async def dial_all(targets: Sequence[Target], token: bytes) -> list[Dialled]:
 
     Never raises for network errors.
     """
-    with ProcessClock() as clock:
+    with wire.ProcessClock() as clock:
         dialler = _Dialler(token, clock)
         return list(await asyncio.gather(*map(dialler.dial, targets)))
 
@@ -397,7 +386,7 @@ async def dial_all(targets: Sequence[Target], token: bytes) -> list[Dialled]:
 class _Dialler:
     """Dials many nodes at once, and exchanges data with few of them."""
 
-    def __init__(self, token: bytes, clock: ProcessClock) -> None:
+    def __init__(self, token: bytes, clock: wire.ProcessClock) -> None:
         self._token = token
         self._clock = clock
         self._connecting = asyncio.Semaphore(CONNECTIONS_AT_ONCE)
@@ -407,10 +396,10 @@ class _Dialler:
         async with self._connecting:
             began = time.monotonic()
             try:
-                reader, writer = await connect(
+                reader, writer = await wire.connect(
                     target.address, target.port, mss=target.mss, clock=self._clock
                 )
-            except ConnectError as error:
+            except wire.ConnectError as error:
                 outcome = _OUTCOMES.get(error.kind, "unreachable")
                 return Dialled(outcome, round(time.monotonic() - began, 4), error.words)
         try:
@@ -438,7 +427,7 @@ class _Dialler:
             if reached[-1] in STALLS and max(tcp_counts(writer)[1:]) > PART:
                 reached.append("lossy")
         except OSError as error:
-            words = words_of(error)
+            words = wire.words_of(error)
         except asyncio.IncompleteReadError:
             words = "the connection was closed"
         finally:
@@ -471,8 +460,8 @@ class _Dialler:
 async def dial_speed(target: Target, token: bytes) -> Speed | None:
     """Measure the link to a node. Return None if the connection broke."""
     try:
-        reader, writer = await connect(target.address, target.port)
-    except ConnectError:
+        reader, writer = await wire.connect(target.address, target.port)
+    except wire.ConnectError:
         return None
     try:
         writer.write(_HELLO.pack(token, target.index, _SPEED))
