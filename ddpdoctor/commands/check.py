@@ -62,12 +62,7 @@ def json_document(
 
 
 class Progress(StatusLine):
-    """A line with the checks that are still running, on a terminal only.
-
-    Args:
-        names: The checks that were started.
-        stream: The output.
-    """
+    """A line with the checks that are still running, on a terminal only."""
 
     def __init__(self, names: Sequence[str], stream: TextIO | None = None) -> None:
         super().__init__(stream)

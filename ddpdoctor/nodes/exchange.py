@@ -119,11 +119,7 @@ class Answers:
 class Exchange:
     """Finds the other nodes of a job, and exchanges records with them.
 
-    Args:
-        directory: The run directory.
-        journal_bytes: Maximum size of a rank's journal in bytes.
-        launcher: The pid of the job's command.
-        debug_nodes: Let debuggers of the head attach to ranks of this node.
+    ``launcher`` is the pid of the job's command, ``debug_nodes`` as of :class:`DebugRelay`.
     """
 
     def __init__(

@@ -38,13 +38,9 @@ SMALL_CHANGE_NS = 1_000_000  # Maximum change of the clock's estimate that is no
 
 
 class Member:
-    """The link to the head.
+    """The link to the head, to which ``identity`` identifies this node across reconnections.
 
-    Args:
-        directory: The run directory of this node.
-        identity: Identifies this node across reconnections.
-        answer: Answers a question about the ranks of this node with JSON, in a thread.
-        relay: Takes the messages about debuggers.
+    ``answer`` answers a question about the ranks of this node with JSON, in a thread.
     """
 
     def __init__(

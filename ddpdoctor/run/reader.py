@@ -97,11 +97,7 @@ class MemoryBudget:
 class JournalReader:
     """Reads a journal as it grows, across rotations. Steps are parsed only on demand.
 
-    Args:
-        path: The journal.
-        window: Number of step records to keep.
-        room: The memory shared with other journals, by default not shared.
-        kinds: The records that it may hold.
+    It keeps the last ``window`` step records, in a ``room`` that journals may share.
     """
 
     def __init__(
@@ -518,11 +514,7 @@ class DamagedError(DoctorError):
 
 
 def read_manifest(path: Path, *, own: bool = False) -> JsonObject:
-    """Read ``run.json``.
-
-    Args:
-        path: The run directory.
-        own: Refuse a file of another user, because the caller acts on its contents.
+    """Read ``run.json``. ``own`` refuses another user's, because the caller acts on its contents.
 
     Raises:
         DamagedError: It is missing or damaged.

@@ -87,10 +87,7 @@ class FindingLog:
     def take(self, found: Sequence[Finding], run: Run, unread: Collection[str] = ()) -> list[Event]:
         """Compare an examination with the reports so far, and return the resulting events.
 
-        Args:
-            found: The findings.
-            run: The examined run.
-            unread: Codes of rules that failed on it. Their findings stay as they are.
+        ``unread`` are the codes of rules that failed. Their findings stay as they are.
         """
         there: dict[object, Finding] = {finding.identity: finding for finding in found}
         self._wait_for_another(there, run)

@@ -142,9 +142,7 @@ class Rank:
     def watched(self, *declared: type[Record], until: int = FOREVER) -> bool:
         """Return whether all records of some classes exist, so that a missing one proves absence.
 
-        Args:
-            declared: The classes.
-            until: The end of the time that matters, in Unix nanoseconds.
+        ``until`` is the end of the time that matters, in Unix nanoseconds.
         """
         kinds = {each.kind for each in declared}
         limits = self.records.of(LimitRecord)

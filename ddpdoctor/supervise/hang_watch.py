@@ -152,9 +152,8 @@ class SilentRanks:
 class SignsOfLife:
     """Follows the signs of life of the ranks of the last attempt.
 
-    Args:
-        hang_after: Seconds, if chosen by the user.
-        lost: Returns the seconds of a rank's silence in which it had no core.
+    ``hang_after`` are the seconds that the user chose. ``lost`` returns the seconds of a rank's
+    silence in which it had no core.
     """
 
     def __init__(
@@ -311,13 +310,8 @@ _AWAITS_RANKS = "DDP813"
 class HangWatch:
     """Examines a job without signs of life, and examines it again when the situation changes.
 
-    Args:
-        directory: The run directory.
-        asking: The file that asks ranks for their Flight Recorders.
-        hang_after: Seconds, if chosen by the user.
-        write: Writes a record of the supervisor.
-        note: Tells the user that the job continues.
-        wake: Wakes the supervisor's loop.
+    ``asking`` asks ranks for their Flight Recorders. ``note`` tells the user that the job
+    continues, ``wake`` wakes the supervisor's loop.
     """
 
     def __init__(

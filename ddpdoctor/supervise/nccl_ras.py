@@ -96,14 +96,9 @@ def asked(run: Run) -> Callable[[], Ras | None]:
 
 
 def status(pids: Sequence[int], world: int) -> Ras | None:
-    """Ask RAS for the status of a job.
+    """Ask RAS for the status of a job with these processes on this machine.
 
-    Args:
-        pids: Its processes on this machine.
-        world: Its number of ranks.
-
-    Returns:
-        The answer, or the reason for which there is none. None without RAS.
+    Return the answer, or the reason for which there is none. None without RAS.
     """
     where = address(proc.environ(pids[0]))
     if where is None:

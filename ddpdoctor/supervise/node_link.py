@@ -34,12 +34,7 @@ END_TIMEOUT = 12.0  # Seconds for the exchange to end
 class NodeLink:
     """Follows whether the job has ranks on other nodes, and links the run to theirs.
 
-    Args:
-        directory: The run directory.
-        journal_bytes: Maximum size of a rank's journal in bytes.
-        note: Prints a line about ddpdoctor itself.
-        debug_nodes: Let debuggers of the head attach to ranks of this node.
-        chosen: The directory of ``--run-dir``, which may be on a file system that nodes share.
+    ``chosen`` is the directory of ``--run-dir``, which may be on a file system that nodes share.
     """
 
     def __init__(

@@ -203,11 +203,6 @@ class Tracking:
     """Starts and ends the process that sends the run.
 
     The trackers' clients may hang, crash, or print. None of that reaches the job.
-
-    Args:
-        directory: The run directory.
-        targets: As on the command line.
-        say: Prints a line for the user.
     """
 
     def __init__(self, directory: Path, targets: Sequence[str], say: Callable[[str], None]) -> None:

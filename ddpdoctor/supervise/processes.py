@@ -117,11 +117,8 @@ def end(
 ) -> list[str]:
     """End all processes of a job. Return descriptions of those that did not end by themselves.
 
-    Args:
-        job: The job.
-        patience: Seconds for them to end by themselves.
-        soft: Seconds between SIGTERM and SIGKILL.
-        idle: Waits for some seconds, and reaps children if the caller is their parent.
+    They have ``patience`` seconds for that, and ``soft`` seconds between SIGTERM and SIGKILL.
+    ``idle`` waits, and reaps children if the caller is their parent.
     """
     left = job.processes()
     deadline = time.monotonic() + patience

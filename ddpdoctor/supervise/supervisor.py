@@ -41,13 +41,8 @@ LEFTOVER_TIMEOUT = 2.0  # Seconds for the job's processes to end after its comma
 class Supervisor:
     """One run, from start to exit status.
 
-    Args:
-        command: The job.
-        directory: The run directory. None if it cannot be created: the job runs unwatched.
-        passthrough: Carries the job's stderr.
-        reporter: Prints findings.
-        debugging: The debugger's part. None for a run without a debugger.
-        inherited: The descriptors above 2 that the job inherits, as without ddpdoctor.
+    Without a run directory the job runs unwatched. ``inherited`` are the descriptors above 2 that
+    the job inherits, as without ddpdoctor.
     """
 
     def __init__(

@@ -105,8 +105,7 @@ def of_pid(pid: int) -> Listed:
 def find(pid: int | None) -> Job:
     """Find the job that a process belongs to: a rank, its launcher, or a process of a rank.
 
-    Args:
-        pid: The process. None selects the newest job of this user.
+    Without a process it is the newest job of this user.
 
     Raises:
         DoctorError: If there is none, or it belongs to another user or to a run of ddpdoctor.
@@ -310,11 +309,7 @@ class Look:
 
 
 def look(job: Job, seconds: float) -> Look:
-    """Watch the ranks of a job.
-
-    Args:
-        job: The job.
-        seconds: Minimum time to watch them.
+    """Watch the ranks of a job for at least some seconds.
 
     Raises:
         DoctorError: If the job has ended.

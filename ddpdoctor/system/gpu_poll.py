@@ -30,12 +30,7 @@ def file_name(host: str) -> str:
 
 
 class Poller:
-    """Samples all GPUs of this machine. For one thread at a time. Never raises.
-
-    Args:
-        reader: Reads a GPU.
-        clock: Returns seconds.
-    """
+    """Samples all GPUs of this machine. For one thread at a time. Never raises."""
 
     def __init__(
         self,
@@ -144,11 +139,7 @@ LIBRARY = "libnvidia-ml.so.1"
 
 
 class GpuPoll:
-    """Polls in a thread, since the driver may take seconds to respond, or hang.
-
-    Args:
-        directory: The run directory.
-    """
+    """Polls in a thread, since the driver may take seconds to respond, or hang."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
