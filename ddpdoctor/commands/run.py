@@ -46,7 +46,7 @@ def start(command: Command, inherited: Sequence[int] = ()) -> int:
         reporter.faults.failed([("the debugger", error)])
     try:
         directory = rundir.create(command.own.run_dir)
-        if rundir.is_open_to_others(directory):
+        if directory.stat().st_mode & 0o022:
             reporter.note(f"others may write to {directory}: they can remove records")
         reporter.begin()
     except OSError as error:

@@ -22,7 +22,7 @@ import zmq
 from ddpdoctor.nodes import hang_examination, store
 from ddpdoctor.nodes.alignment import dumped, parsed
 from ddpdoctor.nodes.debug_relay import DebugRelay
-from ddpdoctor.nodes.head import SILENT_TIMEOUT, Head, Invitation, invitation_line
+from ddpdoctor.nodes.head import SILENT_TIMEOUT, Head, Invitation
 from ddpdoctor.nodes.member import Member
 from ddpdoctor.nodes.messages import Began
 from ddpdoctor.run.journal import Journal
@@ -232,7 +232,7 @@ class Exchange:
             invitation = self._member.invitation
         if invitation is not None:
             if self._published != attempt.store:
-                store.write(attempt.store, key, invitation_line(invitation))
+                store.write(attempt.store, key, dumped(as_json(invitation)))
                 self._published = attempt.store
         elif self._member is not None and self._member.looks_for_head:
             found = parsed(store.read(attempt.store, key) or b"")

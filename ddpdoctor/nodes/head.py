@@ -30,7 +30,7 @@ from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.mapped import EXAMINATION, PROFILE, SUSPICION
 from ddpdoctor.run.names import CODE, of_node, short_path
 from ddpdoctor.run.reader import MAX_RANKS
-from ddpdoctor.run.records.base import Part, Record, as_json
+from ddpdoctor.run.records.base import Part, Record
 from ddpdoctor.run.records.base import dataclass as record
 from ddpdoctor.run.records.supervisor import NodeRecord
 from ddpdoctor.run.ring import SIZE as RING_SIZE
@@ -551,8 +551,3 @@ class Head:
         self._socket.close()
         self._authenticator.stop()
         self._context.term()
-
-
-def invitation_line(invitation: Invitation) -> bytes:
-    """Return the value to put into the job's store."""
-    return dumped(as_json(invitation))

@@ -411,8 +411,3 @@ def places(name: str) -> Iterator[Path]:
     if os.path.basename(name) == name and name not in ("", os.curdir, os.pardir):
         with contextlib.suppress(OSError):
             yield from (base / name for base in _bases())
-
-
-def is_open_to_others(path: Path) -> bool:
-    """Return whether the mode of a directory lets other users write to it."""
-    return bool(path.stat().st_mode & 0o022)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ddpdoctor.system.nvml import MAX_RETRY_INTERVAL, Device, NvmlReader, Process, Reading
+from ddpdoctor.system.nvml import MAX_RETRY_INTERVAL, Device, NvmlReader, Process, Reading, tried
 
 DRIVER = Path("/sys/class/kfd")  # Exists if the kernel has AMD's driver for computing
 
@@ -86,7 +86,7 @@ class AmdReader:
         """Close the library."""
         smi, self._smi, self._handles = self._smi, None, {}
         if smi is not None and self._owner == os.getpid():
-            _tried(smi.amdsmi_shut_down)
+            tried(smi.amdsmi_shut_down)
         self._owner = 0
 
     def _open(self) -> None:
@@ -107,12 +107,12 @@ class AmdReader:
             return
         self._smi, self._owner, self.trouble = smi, os.getpid(), ""
         for index, handle in enumerate(handles):
-            asic = _tried(smi.amdsmi_get_gpu_asic_info, handle)
+            asic = tried(smi.amdsmi_get_gpu_asic_info, handle)
             facts = asic if isinstance(asic, dict) else {}
             uuid = torch_uuid(str(facts.get("asic_serial", ""))) or str(
-                _tried(smi.amdsmi_get_gpu_device_uuid, handle)
+                tried(smi.amdsmi_get_gpu_device_uuid, handle)
             )
-            bus = str(_tried(smi.amdsmi_get_gpu_device_bdf, handle) or "")
+            bus = str(tried(smi.amdsmi_get_gpu_device_bdf, handle) or "")
             device = Device(index, uuid, str(facts.get("market_name", "AMD GPU")), bus, False)
             self._handles[device] = handle
 
@@ -122,7 +122,7 @@ class AmdReader:
         handle = self._handles.get(device)
         if handle is None:
             return None
-        return _tried(
+        return tried(
             lambda: getattr(self._smi, name)(
                 handle, *(getattr(getattr(self._smi, kind), each) for kind, each in constants)
             )
@@ -147,13 +147,6 @@ def torch_uuid(serial: str) -> str:
         return ""
     text = digits.encode().hex()
     return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
-
-
-def _tried(call: Callable[..., Any], *arguments: Any) -> Any:
-    try:
-        return call(*arguments)
-    except Exception:
-        return None
 
 
 def _number(found: Any, key: str) -> int | None:

@@ -266,13 +266,13 @@ class NvmlReader:
             # A GPU that is lost, or that a container may not use, is missing.
             try:
                 handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-                pci = _tried(pynvml.nvmlDeviceGetPciInfo, handle)
+                pci = tried(pynvml.nvmlDeviceGetPciInfo, handle)
                 device = Device(
                     index=index,
                     uuid=text_of(pynvml.nvmlDeviceGetUUID(handle)),
-                    name=text_of(_tried(pynvml.nvmlDeviceGetName, handle) or ""),
+                    name=text_of(tried(pynvml.nvmlDeviceGetName, handle) or ""),
                     bus_id=text_of(getattr(pci, "busId", "")),
-                    mig=bool((_tried(pynvml.nvmlDeviceGetMigMode, handle) or (0,))[0]),
+                    mig=bool((tried(pynvml.nvmlDeviceGetMigMode, handle) or (0,))[0]),
                 )
             except Exception as error:
                 if getattr(error, "value", 0) == _FORBIDDEN:
@@ -352,9 +352,10 @@ class NvmlReader:
         return tuple(word for bit, word in _THROTTLED.items() if reasons & bit)
 
 
-def _tried(query: Callable[[Any], Any], handle: Any) -> Any:
+def tried(call: Callable[..., Any], *arguments: Any) -> Any:
+    """Return the result of a call of a driver's library. None if it fails in any way."""
     with contextlib.suppress(Exception):
-        return query(handle)
+        return call(*arguments)
     return None
 
 

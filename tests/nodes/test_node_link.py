@@ -20,7 +20,7 @@ from ddpdoctor.core.finding import RULES, examine
 from ddpdoctor.nodes import asking, link, store
 from ddpdoctor.nodes.alignment import Alignment, HeadClock
 from ddpdoctor.nodes.debug_relay import DebugRelay
-from ddpdoctor.nodes.head import Head, Mirror, RefusedError, invitation_line
+from ddpdoctor.nodes.head import Head, Mirror, RefusedError
 from ddpdoctor.nodes.member import Member
 from ddpdoctor.nodes.messages import Began, Files, Hello, Over, Piece, Question, Request
 from ddpdoctor.nodes.shipment import NODE, STEP_STRIDE, Shipment
@@ -28,6 +28,7 @@ from ddpdoctor.run.journal import Journal
 from ddpdoctor.run.mapped import EXAMINATION, RequestWriter
 from ddpdoctor.run.names import FORMAT
 from ddpdoctor.run.reader import RunReader
+from ddpdoctor.run.records.base import as_json
 from ddpdoctor.run.records.process import OpenRecord, StoreRecord
 from ddpdoctor.run.records.supervisor import NodeRecord, RankExitRecord
 from ddpdoctor.run.records.training import StepRecord
@@ -503,6 +504,6 @@ def test_a_store_that_is_none() -> None:
 
 
 def test_the_invitation_holds_no_more_than_it_has_to(pair: Pair) -> None:
-    found = json.loads(invitation_line(pair.head.invitation))
+    found = as_json(pair.head.invitation)
     assert found.keys() == {"host", "addresses", "port", "secret"}
     assert len(found["secret"]) == 64
