@@ -16,12 +16,9 @@ from ddpdoctor.run.memory_growth import EARLY_SEGMENTS
 from ddpdoctor.run.records.memory import AllocatorFacts, MemoryRecord, OutOfMemoryRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
-GPU_MEMORY = "DDP928"
-"""The code of torch's message that a GPU is out of memory."""
-MIN_GROWTH = 16 << 20
-"""Minimum growth in bytes to mention. It may not be the cause."""
-MIN_FRAGMENTED = 0.1
-"""Minimum fraction of memory, reserved and unused, to count as fragmentation."""
+GPU_MEMORY = "DDP928"  # The code of torch's message that a GPU is out of memory
+MIN_GROWTH = 16 << 20  # Minimum growth in bytes to mention. It may not be the cause.
+MIN_FRAGMENTED = 0.1  # Minimum fraction of memory, reserved and unused, to count as fragmentation
 MIN_BATCH_FACTOR = 1.2
 """Minimum factor by which a batch that may be too large exceeds all earlier ones."""
 MAX_BLOCKS = 3
@@ -42,8 +39,7 @@ class Message(NamedTuple):
     free: int | None
     mine: int | None
     unused: int | None
-    others: dict[int, int]
-    """Memory of other processes on the GPU, by pid."""
+    others: dict[int, int]  # Memory of other processes on the GPU, by pid
 
 
 def _bytes(number: str, letter: str) -> int:

@@ -12,20 +12,15 @@ from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.training import Head, PassRecord, SamplerFacts
 from ddpdoctor.run.snapshot import Rank, Run
 
-CLOSED = ("ended", "left")
-"""States of a finished pass."""
+CLOSED = ("ended", "left")  # States of a finished pass
 
 UNFOLLOWED = "unfollowed"
 """The state of a pass that was recorded only in part, because the overhead budget was spent."""
 
-MIN_WHOLE = 0.9
-"""Minimum fraction that counts as all."""
-MIN_REPEATED = 0.1
-"""Minimum fraction of repeated draws that means replacement."""
-MAX_CHANCE = 1e-6
-"""Maximum probability that different data looks equal by chance."""
-MIN_SAMPLES = 8
-"""Minimum number of samples to compare orders or splits."""
+MIN_WHOLE = 0.9  # Minimum fraction that counts as all
+MIN_REPEATED = 0.1  # Minimum fraction of repeated draws that means replacement
+MAX_CHANCE = 1e-6  # Maximum probability that different data looks equal by chance
+MIN_SAMPLES = 8  # Minimum number of samples to compare orders or splits
 
 _NO_SAMPLER = SamplerFacts()
 
@@ -36,8 +31,7 @@ class Pass:
 
     rank: int
     record: PassRecord
-    before: tuple[PassRecord, ...] = ()
-    """Earlier passes of the rank over the same loader."""
+    before: tuple[PassRecord, ...] = ()  # Earlier passes of the rank over the same loader
     heads: frozenset[Head] = frozenset()
     """The first draws in all records of the pass. Older records have fewer."""
 
@@ -116,8 +110,7 @@ class Pass:
         return self.record.repeats > MIN_REPEATED * len(self.hits)
 
 
-Passes = dict[int, Pass]
-"""The same pass on each rank of a DDP group."""
+Passes = dict[int, Pass]  # The same pass on each rank of a DDP group
 
 
 def passes_of(rank: Rank) -> list[Pass]:

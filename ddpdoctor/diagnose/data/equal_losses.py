@@ -10,8 +10,7 @@ from ddpdoctor.core.user_code import Location
 from ddpdoctor.run.records.model import DdpRecord, SoloRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
-MIN_STEPS = 16
-"""Minimum number of steps with a loss on every rank."""
+MIN_STEPS = 16  # Minimum number of steps with a loss on every rank
 MIN_RISES = 0.2
 """Minimum fraction of steps after which the loss rises. It rarely does if the batch never changes,
 as in a benchmark."""
@@ -23,8 +22,7 @@ class EqualLosses:
 
     ranks: tuple[int, ...]
     steps: int
-    at: Location | None
-    """The line that computes or uses the loss."""
+    at: Location | None  # The line that computes or uses the loss
 
 
 def groups_of(run: Run) -> Iterator[tuple[Rank, ...]]:

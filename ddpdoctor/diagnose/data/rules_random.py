@@ -15,13 +15,11 @@ from ddpdoctor.diagnose.data.seeds import Seed, loop_of, mentions, seeds_of, wor
 from ddpdoctor.run.records.training import GeneratorState, RandomRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
-MIN_STEPS = 4
-"""Minimum number of consecutive steps with draws."""
+MIN_STEPS = 4  # Minimum number of consecutive steps with draws
 BLOCK_DRAWS = 624
 """Number of draws in a generator's block. A step with this many draws fills a tensor. Fewer may be
 for a value that ranks must share, such as an order or a size."""
-MIN_DRAWS = 8
-"""Minimum number of draws for an augmented batch."""
+MIN_DRAWS = 8  # Minimum number of draws for an augmented batch
 
 _NAMES = {"torch": "torch", "numpy": "numpy", "python": "the random module"}
 
@@ -31,15 +29,12 @@ class _Alike:
     """Equal random numbers of ranks or workers."""
 
     ranks: tuple[int, ...]
-    library: str
-    """The library of the generator. Empty if only the losses show it."""
+    library: str  # The library of the generator. Empty if only the losses show it.
     what: str
     evidence: str
-    mild: bool = False
-    """Whether it may be harmless, because only few numbers per batch are equal."""
+    mild: bool = False  # Whether it may be harmless, because only few numbers per batch are equal
     worker: bool = False
-    at: Location | None = None
-    """The line that draws the numbers, if known."""
+    at: Location | None = None  # The line that draws the numbers, if known
 
 
 @rule(

@@ -203,13 +203,11 @@ def _doubled(batches: list[list[int | None]]) -> int:
     return sum(times[value] > 1 for batch in batches for value in batch)
 
 
-MIN_SHARED = 0.02
-"""Minimum fraction of shared draws. Less may be padding of the last round."""
+MIN_SHARED = 0.02  # Minimum fraction of shared draws. Less may be padding of the last round.
 MAX_HASHES = 256
 """Maximum number of hashes that a rank records per pass. Fewer hashes cover all samples."""
 
-Compared = tuple[int, int, str]
-"""Number of shared draws, number of compared draws, and the method."""
+Compared = tuple[int, int, str]  # Number of shared draws, number of compared draws, and the method
 
 
 @rule("DDP117", "shared-rows", Severity.WARNING)

@@ -38,8 +38,7 @@ _DRAWS = re.compile(
     r"|multinomial|poisson|exponential_?|beta|gamma|randn_like|rand_like|randint_like|random_?"
     r"|random_sample|sample|rollout|simulate\w*|generate\w*|synthe\w*|make_batch|draw\w*)$"
 )
-MAX_DEPTH = 3
-"""Maximum depth of calls to search for draws."""
+MAX_DEPTH = 3  # Maximum depth of calls to search for draws
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,10 @@ class Seed:
     """A call that seeds a generator with a value that is the same on all ranks."""
 
     location: Location
-    library: str
-    """``torch``, ``numpy``, ``python``, or empty if the call's name does not show it."""
-    own: bool
-    """Whether it seeds a new generator instead of the process's global one."""
-    function: str
-    """The function around the call. Empty at module level."""
-    passed: bool
-    """Whether the value is an argument of the function."""
+    library: str  # ``torch``, ``numpy``, ``python``, or empty if the call's name does not show it
+    own: bool  # Whether it seeds a new generator instead of the process's global one
+    function: str  # The function around the call. Empty at module level.
+    passed: bool  # Whether the value is an argument of the function
     text: str
 
 

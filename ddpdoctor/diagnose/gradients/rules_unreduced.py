@@ -59,12 +59,9 @@ class Unreduced:
     record: UnreducedRecord  # The lowest rank's record of the first step in which they differed
     ranks: tuple[int, ...]
     names: tuple[str, ...]
-    worst: str
-    """The parameter whose gradients differed most."""
-    norms: dict[int, float]
-    """The norm of its gradient, by rank."""
-    drift: str
-    """Describes a later step with different parameters."""
+    worst: str  # The parameter whose gradients differed most
+    norms: dict[int, float]  # The norm of its gradient, by rank
+    drift: str  # Describes a later step with different parameters
 
     def evidence(self) -> tuple[str, ...]:
         """Describe the gradients that differed, and the harm."""
@@ -524,7 +521,6 @@ def _exchanges_parts(rank: Rank) -> bool:
 
 MIN_RECORDED = 4  # Minimum number of steps recorded by all ranks
 LONG_RUN_STEPS = 1024  # Number of steps after which a running job is assumed never to average
-
 SoloSteps = dict[int, list[SoloRecord]]  # The ranks' records by step
 
 

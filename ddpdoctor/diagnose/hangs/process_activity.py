@@ -115,12 +115,8 @@ def _site(rank: RankState, phase: str) -> Location | None:
 # -- activity of a rank's process within a second: compute, read, wait for a socket
 
 MIN_MOVED = 1 << 20  # Minimum bytes per second to count as reading or writing
-
-MIN_ARRIVALS = 10
-"""Minimum number of wake-ups at a socket per second that shows arriving data."""
-
-MIN_STIR = 0.02
-"""Minimum use of a core between two examinations. Waiting with a timeout uses less."""
+MIN_ARRIVALS = 10  # Minimum number of wake-ups at a socket per second that shows arriving data
+MIN_STIR = 0.02  # Minimum use of a core between two examinations. Waiting with a timeout uses less.
 
 
 def doing(rank: RankState) -> str:
@@ -263,7 +259,6 @@ def workers_activity(rank: RankState, children: Sequence[ChildState]) -> tuple[s
 # -- whether a rank does the same in several examinations in a row, so that it is stuck
 
 MIN_STEADY = 3  # Number of consecutive examinations after which an activity counts as lasting
-
 _LONGER = 1.5  # Minimum factor by which the silence has to grow before another examination counts
 
 

@@ -37,11 +37,9 @@ class LeftByHand:
 
     kind: Literal["ended", "left", "skipped"]
     """``ended`` if the source leaves the loop only at the end of its iterable."""
-    steps: dict[int, int]
-    """Number of reduced backwards that each of them began."""
+    steps: dict[int, int]  # Number of reduced backwards that each of them began
     others: dict[int, int]
-    location: Location
-    """The statement that decided, or the loop."""
+    location: Location  # The statement that decided, or the loop
     loop: Location
     moment: int
     """When the first of them called a collective after the loop or ended, in Unix nanoseconds."""

@@ -50,21 +50,17 @@ _NEVER_A_MEAN = re.compile(
 _HOOKS = ("validation_step", "test_step", "on_validation_epoch_end", "on_test_epoch_end")
 """Methods of Lightning that log a rank's results."""
 
-MAX_DEPTH = 5
-"""Maximum number of assignments through which to follow a value."""
+MAX_DEPTH = 5  # Maximum number of assignments through which to follow a value
 
 
 class Use(NamedTuple):
     """The use of an evaluation's result."""
 
-    at: Location | None = None
-    """The first line that shows or compares it. None without one."""
+    at: Location | None = None  # The first line that shows or compares it. None without one.
     labelled: bool = False
     """Whether a line prints it with its rank, or writes it to a file of its rank."""
-    computed: Location | None = None
-    """The line that divides the loop's counts."""
-    over_all: bool = False
-    """Whether that line divides by the length of the whole data set."""
+    computed: Location | None = None  # The line that divides the loop's counts
+    over_all: bool = False  # Whether that line divides by the length of the whole data set
     kept: bool = False
     """Whether the loop was found, but no line that shows or compares its result.
 
@@ -338,8 +334,7 @@ def _logged_by_hook(run: Run) -> Location | None:
 class Averaged(NamedTuple):
     """A ratio of each rank that is reduced over the ranks."""
 
-    at: Location
-    """The line that computes it."""
+    at: Location  # The line that computes it
     never_a_mean: bool
     """Whether it is a metric such as F1 that is not the average of its values for the shards."""
     over_all: bool = False

@@ -181,14 +181,11 @@ def _batches(count: int) -> str:
 class _SkippedStep:
     """An optimizer step that some ranks skipped."""
 
-    step: int
-    """The step with more backwards on these ranks."""
+    step: int  # The step with more backwards on these ranks
     ranks: tuple[int, ...]
     others: tuple[int, ...]
-    backwards: dict[int, int]
-    """Number of backwards in that step, by rank."""
-    member: Rank
-    """One of the ranks."""
+    backwards: dict[int, int]  # Number of backwards in that step, by rank
+    member: Rank  # One of the ranks
 
 
 def _first_skipped_step(replica: Replica) -> _SkippedStep | None:

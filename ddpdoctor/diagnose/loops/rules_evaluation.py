@@ -39,8 +39,7 @@ from ddpdoctor.run.snapshot import Run
 MIN_DISTANCE = 0.01
 """Minimum difference of statistics to change an evaluation: means in standard deviations,
 variances as a ratio."""
-PART_OF_NORM = 1e-6
-"""Relative tolerance of norms of equal weights."""
+PART_OF_NORM = 1e-6  # Relative tolerance of norms of equal weights
 OTHER_DATA = 0.25
 """Minimum difference if ranks train on different kinds of data, not on shards of one set."""
 

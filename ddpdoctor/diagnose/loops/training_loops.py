@@ -36,12 +36,9 @@ class Trace:
     """One training loop of one rank."""
 
     rank: Rank
-    first: LoopRecord
-    """The record of the loop's start."""
-    last: LoopRecord
-    """The newest record: that of the loop's end, if it has ended."""
-    stuck: bool
-    """Whether the rank is in a collective that does not end, or was when it died."""
+    first: LoopRecord  # The record of the loop's start
+    last: LoopRecord  # The newest record: that of the loop's end, if it has ended
+    stuck: bool  # Whether the rank is in a collective that does not end, or was when it died
 
     @cached_property
     def state(self) -> str:
@@ -351,14 +348,12 @@ class LocalDecision:
     """A decision that only some ranks made."""
 
     kind: Literal["skipped", "left", "stopped", "ended"]
-    traces: tuple[Trace, ...]
-    """Their traces of the loop."""
+    traces: tuple[Trace, ...]  # Their traces of the loop
     others: tuple[Trace, ...]
     place: LoopPlace
     location: Location
     step: int
-    batch: int | None
-    """The skipped batch, or the number of batches taken, if known."""
+    batch: int | None  # The skipped batch, or the number of batches taken, if known
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -410,12 +405,9 @@ class _Case:
 
     run: Run
     group: tuple[Rank, ...]
-    ends: dict[int | None, Ending]
-    """The failed ranks."""
-    limit: int
-    """Unix nanoseconds. Later events have another cause."""
-    suspected: bool
-    """Whether a decision counts without proven harm."""
+    ends: dict[int | None, Ending]  # The failed ranks
+    limit: int  # Unix nanoseconds. Later events have another cause.
+    suspected: bool  # Whether a decision counts without proven harm
 
     @cached_property
     def traces(self) -> dict[int, list[Trace]]:

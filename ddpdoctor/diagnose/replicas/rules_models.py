@@ -142,8 +142,7 @@ def _first_difference(here: ModelRecord, there: ModelRecord) -> str:
 # -- buffers
 
 MIN_SAMPLES = 3  # Minimum number of consecutive samples with a difference
-NEAR = 0.5
-"""Maximum difference of two ranks' versions of one buffer, relative to the norm."""
+NEAR = 0.5  # Maximum difference of two ranks' versions of one buffer, relative to the norm
 SLOW = 0.75
 """Maximum change of an accumulating buffer per step, relative to the distance between ranks."""
 

@@ -17,8 +17,7 @@ from ddpdoctor.run.status import PHASES
 from ddpdoctor.run.step_series import PARTS, RankSeries, Series, series
 from ddpdoctor.run.vitals import read_vitals
 
-NOTABLE = 0.03
-"""Minimum change of a rank's own time to name the rank, relative to the step."""
+NOTABLE = 0.03  # Minimum change of a rank's own time to name the rank, relative to the step
 BLOCKS, MIN_BLOCK = 5, 4
 """Number of parts of a run whose variation is measured, and minimum steps of each."""
 MAX_LINES = 60  # Maximum number of lines of the difference between two scripts

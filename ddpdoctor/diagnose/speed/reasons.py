@@ -98,9 +98,7 @@ def _workers_crowded(lag: Lag, mine: Profile | None, others: Sequence[Profile]) 
 
 # -- GPUs, as the driver reports them
 
-SLOW_GPU_CLOCK = 0.9
-"""Maximum ratio to the others' clock or power limit to count as lower."""
-
+SLOW_GPU_CLOCK = 0.9  # Maximum ratio to the others' clock or power limit to count as lower
 ON_DEVICE = ("forward", "backward", "optimizer")  # The phases that a slow GPU prolongs
 
 
@@ -219,8 +217,7 @@ core. A rank that ends writes those that it has."""
 FAULT, SLOW_FAULT = 250, 2_500
 """Nanoseconds of a page fault: the minimum, and the maximum if kernel time shows it, as in a
 virtual machine."""
-MIN_BLOCKED = 0.5
-"""Minimum fraction of samples in which a thread sleeps at a waiting line."""
+MIN_BLOCKED = 0.5  # Minimum fraction of samples in which a thread sleeps at a waiting line
 MIN_AT_DISK = 0.25  # The same for waits for the disk, which not every sample shows
 SLOW_CORE_CLOCK = 0.85  # Maximum clock of a slow core, relative to the others'
 MIN_CORE_TAKEN = 0.25  # Minimum use of a core by a process that takes it from a rank

@@ -135,8 +135,7 @@ def _over(run: Run) -> bool:
     return run.exit_status is not None or all(rank.ended for rank in run.last)
 
 
-WAITS_FOR_CORE = 0.05
-"""Minimum fraction of a step without a core that shows an overloaded machine."""
+WAITS_FOR_CORE = 0.05  # Minimum fraction of a step without a core that shows an overloaded machine
 PARTS = 8
 """Number of parts into which the steps are divided, so that one long wait affects only one."""
 MIN_STARTING_NS = 5_000_000_000
