@@ -48,7 +48,7 @@ def main(words: Sequence[str]) -> int:
     given = PARSER.read(words)
     if not 1 <= len(given.rest) <= 2:
         raise PARSER.wrong("name an expression, in quotes, and at most one run")
-    from ddpdoctor.debug import at_step, attach_points
+    from ddpdoctor.debug import attach_points, sessions
     from ddpdoctor.debug.clients import EVALUATE
 
     expression = given.rest[0]
@@ -56,11 +56,11 @@ def main(words: Sequence[str]) -> int:
     ranks = attach_points.chosen_ranks(run, given.get("--ranks"))
     for lead in LEADS:
         within = given.get("--within", 10.0)
-        answers = at_step.ask(run, ranks, EVALUATE, lead, expression=expression, seconds=within)
+        answers = sessions.ask(run, ranks, EVALUATE, lead, expression=expression, seconds=within)
         steps = {each["step"] for each in answers.values() if "step" in each}
         if len(steps) <= 1 or any("trouble" in each for each in answers.values()):
             break
-    texts = {rank: each.get("value") or at_step.trouble(each) for rank, each in answers.items()}
+    texts = {rank: each.get("value") or sessions.trouble(each) for rank, each in answers.items()}
     if "--json" in given:
         document = {
             "format": 1,
@@ -73,7 +73,7 @@ def main(words: Sequence[str]) -> int:
                     "value": each.get("value"),
                     "error": None
                     if "value" in each
-                    else each.get("error") or at_step.trouble(each),
+                    else each.get("error") or sessions.trouble(each),
                 }
                 for rank, each in answers.items()
             ],

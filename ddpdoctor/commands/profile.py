@@ -53,7 +53,7 @@ def main(words: Sequence[str]) -> int:
     name = PARSER.one_run(given)
     if "--memory" in given and "--out" in given:
         raise DoctorError("--memory writes a file per rank", "leave out --out")
-    from ddpdoctor.debug import at_step, attach_points
+    from ddpdoctor.debug import attach_points, sessions
     from ddpdoctor.debug.clients import PROFILE
 
     run = attach_points.debugged_run(name)
@@ -67,7 +67,7 @@ def main(words: Sequence[str]) -> int:
                 f"rank {rank} runs on {elsewhere[rank]}", "run `ddpdoctor profile` there"
             )
     folder = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
-    answers = at_step.ask(
+    answers = sessions.ask(
         run,
         ranks,
         PROFILE,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ddpdoctor.core.finding import Finding, Severity
-from ddpdoctor.diagnose.data.equal_losses import equal_losses
+from ddpdoctor.diagnose.data.draws import equal_losses
 from ddpdoctor.diagnose.gradients.rules_unreduced import nothing_reduced, start_differs
 from ddpdoctor.diagnose.loops.rules_evaluation import evaluation_differs
 from ddpdoctor.run.records.base import JsonObject, encode

@@ -28,11 +28,11 @@ from ddpdoctor.diagnose.crashes.attempts import (
     known_failure,
     known_finding,
     moment,
+    raised_before_a_wait,
     truncated,
 )
 from ddpdoctor.diagnose.crashes.out_of_memory import host_facts
 from ddpdoctor.diagnose.crashes.paths import path_fault
-from ddpdoctor.diagnose.crashes.pending_errors import raised_before_a_wait
 from ddpdoctor.diagnose.crashes.rank_endings import Ending
 from ddpdoctor.failures import advice, recognise
 from ddpdoctor.failures.table import TABLE

@@ -18,6 +18,7 @@ from ddpdoctor.diagnose.data.draws import (
     Passes,
     beginning,
     divided,
+    equal_losses,
     matched,
     other_data,
     overlap,
@@ -27,7 +28,6 @@ from ddpdoctor.diagnose.data.draws import (
     same_part,
     training,
 )
-from ddpdoctor.diagnose.data.equal_losses import equal_losses
 from ddpdoctor.diagnose.data.seeds import loop_of
 from ddpdoctor.diagnose.loops.training_loops import local_decisions
 from ddpdoctor.diagnose.source_operations import takes_batch_sampler

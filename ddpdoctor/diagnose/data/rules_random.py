@@ -10,7 +10,7 @@ from itertools import pairwise
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.relations import always
 from ddpdoctor.core.user_code import Location
-from ddpdoctor.diagnose.data.equal_losses import equal_losses, groups_of
+from ddpdoctor.diagnose.data.draws import equal_losses, groups_of
 from ddpdoctor.diagnose.data.seeds import Seed, loop_of, mentions, seeds_of, worker_functions
 from ddpdoctor.run.records.training import GeneratorState, RandomRecord
 from ddpdoctor.run.snapshot import Rank, Run

@@ -10,14 +10,15 @@ from ddpdoctor.core import relations
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import count as counted
 from ddpdoctor.core.formatting import named
-from ddpdoctor.diagnose.gradients.constant_losses import constant_losses, mispairs
 from ddpdoctor.diagnose.gradients.reducer import (
     STATIC,
     TWICE,
     Missing,
     OfModule,
     by_module,
+    constant_losses,
     listed,
+    mispairs,
     missing_gradients,
     named_parameters,
     reducer_complaints,

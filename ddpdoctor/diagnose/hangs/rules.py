@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.relations import STANDSTILL, Lapsed, brings_about
 from ddpdoctor.diagnose import STANDSTILLS
-from ddpdoctor.diagnose.hangs.early_leavers import armed, leavers, wish
 from ddpdoctor.diagnose.hangs.rank_activity import NEVER_ENDS
-from ddpdoctor.diagnose.hangs.standstill import alone_behind, stands_still
+from ddpdoctor.diagnose.hangs.standstill import alone_behind, armed, leavers, stands_still, wish
 from ddpdoctor.diagnose.source_operations import loop_around, without_join
 from ddpdoctor.run.records.process import ExitRecord
 from ddpdoctor.run.reported import hang, start

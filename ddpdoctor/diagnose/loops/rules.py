@@ -24,10 +24,11 @@ from ddpdoctor.diagnose import STANDSTILLS
 from ddpdoctor.diagnose.crashes.rank_endings import PATIENCE, last_phase
 from ddpdoctor.diagnose.data.draws import UNFOLLOWED, Pass, Passes, matched
 from ddpdoctor.diagnose.hangs.hang_snapshot import seen_waiting
-from ddpdoctor.diagnose.loops.loops_by_hand import LeftByHand, left_by_hand
 from ddpdoctor.diagnose.loops.training_loops import (
+    LeftByHand,
     LocalDecision,
     Trace,
+    left_by_hand,
     local_decisions,
     loops_ended_early,
     traces_of,

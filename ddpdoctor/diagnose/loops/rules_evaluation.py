@@ -21,7 +21,6 @@ from ddpdoctor.diagnose.data.draws import (
     passes_of,
     same_part,
 )
-from ddpdoctor.diagnose.loops.lone_evaluations import alone_evaluating
 from ddpdoctor.diagnose.loops.metric_sources import (
     Averaged,
     evaluated_by_hand,
@@ -29,6 +28,7 @@ from ddpdoctor.diagnose.loops.metric_sources import (
     ratio_reduced,
     use_of,
 )
+from ddpdoctor.diagnose.loops.training_loops import alone_evaluating
 from ddpdoctor.diagnose.replicas.differences import elements
 from ddpdoctor.diagnose.source_files import location
 from ddpdoctor.diagnose.source_operations import updated_on_some_ranks
