@@ -43,7 +43,7 @@ from ddpdoctor.probe.observers.optimizers import Schedulers, Zeroing
 from ddpdoctor.probe.observers.overhead import Pacing
 from ddpdoctor.probe.observers.own_work import OwnWork
 from ddpdoctor.probe.observers.random_numbers import RandomNumbers
-from ddpdoctor.probe.observers.samples import Samples
+from ddpdoctor.probe.observers.samples import COMPARED_INDICES, FOLLOWED_INDICES, Samples
 from ddpdoctor.probe.observers.stack_sampling import Profiles
 from ddpdoctor.probe.observers.steps import StepTracker
 from ddpdoctor.probe.runtime import (
@@ -182,7 +182,7 @@ def open_rank(torch: Any, restart: int, *, joined: Location | None = None) -> Ra
         return None
     hot.use_torch(torch)
     recorder = Recorder(page, journal)
-    tracker = StepTracker(recorder, optimizers.were_made)
+    tracker = StepTracker(recorder, lambda: optimizers.any_made)
     state = RankState(recorder, tracker, restart)
     tracker.detail.follow(state.budget)
     events.spending = state.budget.spending
@@ -282,14 +282,15 @@ def observe(state: RankState) -> None:
     subscribe(buffers.Evaluations(state))
     subscribe(Loops(state))
     observe_speed(state)
-    subscribe(Samples(state))
+    compared = bool(os.environ.get(TRAINED))
+    subscribe(Samples(state, COMPARED_INDICES if compared else FOLLOWED_INDICES))
     subscribe(Models(state))
     subscribe(Changes(state, replicas))
     subscribe(Checkpoints(state))
     subscribe(Schedulers(state, replicas))
     subscribe(LaunchOptions(state))
     # Both are imported only where they are asked for.
-    if os.environ.get(TRAINED):
+    if compared:
         from ddpdoctor.probe.observers import trained
 
         subscribe(trained.Trained(state))

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ddpdoctor.probe.observers import samples
 from ddpdoctor.probe.observers.trained import Trained
 from ddpdoctor.run.records.base import JsonObject
 from tests.support.probed import a_rank
@@ -29,11 +28,6 @@ class Wrapped(nn.Module):
 
     def forward(self, given: Any) -> Any:
         return self.module(given)
-
-
-@pytest.fixture(autouse=True)
-def followed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(samples, "FOLLOWED_INDICES", samples.FOLLOWED_INDICES)
 
 
 def steps_of(

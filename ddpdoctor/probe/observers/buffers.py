@@ -145,10 +145,8 @@ class Statistics(Observer):
         elif tries >= MAX_TRIES:
             return
         self._tried = armed, tries + 1
-        for each in self._replicas.alive:
-            ddp = each.ddp()
-            if ddp is not None:
-                self._look(each.number, ddp)
+        for each, ddp in self._replicas.living():
+            self._look(each.number, ddp)
 
     def _look(self, number: int, ddp: Any) -> None:
         armed = self.state.tracker.armed
@@ -212,10 +210,7 @@ class OtherModels(Observer):
             return
         self._count += 1
         with self.state.budget.spending():
-            modules = [
-                ddp.module for each in self._replicas.alive if (ddp := each.ddp()) is not None
-            ]
-            inside = {id(parameter) for module in modules for parameter in module.parameters()}
+            inside = self._replicas.parameter_ids()
             for number, reference in enumerate(self._known):
                 module = reference()
                 if module is None or module.training:

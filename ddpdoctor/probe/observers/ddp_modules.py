@@ -14,7 +14,7 @@ import itertools
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ddpdoctor.probe.runtime import rank, sites, torch_groups, torch_private
@@ -139,6 +139,17 @@ class Replicas(Observer):
         each = Replica(ddp, self._built)
         self._built += 1
         self.alive[:] = [*(other for other in self.alive if other.ddp() is not None), each]
+
+    def living(self) -> Iterator[tuple[Replica, Any]]:
+        """Yield the state of each module that still exists, and the module."""
+        for each in self.alive:
+            ddp = each.ddp()
+            if ddp is not None:
+                yield each, ddp
+
+    def parameter_ids(self) -> set[int]:
+        """Return the ids of all parameters of the modules, reduced or not."""
+        return {id(each) for _, ddp in self.living() for each in ddp.module.parameters()}
 
     def number_of(self, ddp: Any) -> int | None:
         """Return the number of a DDP module."""
@@ -271,9 +282,8 @@ class Changes(Observer):
 
     def weights_loaded(self, module: Any) -> None:
         """Record the load for each DDP module that contains the loaded module."""
-        for each in self._replicas.alive:
-            ddp = each.ddp()
-            if ddp is not None and any(part is module for part in ddp.modules()):
+        for each, ddp in self._replicas.living():
+            if any(part is module for part in ddp.modules()):
                 change = self._change(type(module).__name__)
                 self.state.add(LoadRecord(module=each.number, **change), MAX_CHANGES)
 

@@ -381,7 +381,7 @@ def _shortened(message: str) -> str:
     """Shorten a long message. Keep the beginning of each of its lines."""
     if len(message) <= _MESSAGE:
         return message
-        # load_state_dict lists missing keys in one line, and unexpected ones in the next.
+    # load_state_dict lists missing keys in one line, and unexpected ones in the next.
     return "\n".join(line[:_LINE] for line in message[: 1 << 20].splitlines()[:100])[:_MESSAGE]
 
 

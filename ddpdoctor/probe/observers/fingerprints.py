@@ -355,7 +355,9 @@ class Fingerprints(Observer):
         if self.state.ledger is not None:
             self._await_together(self.state.ledger)
         modules = [
-            each for each in self._replicas.alive if 0 < self._trained.get(each.number, 0) <= moved
+            (each.number, ddp)
+            for each, ddp in self._replicas.living()
+            if 0 < self._trained.get(each.number, 0) <= moved
         ]
         if not modules:
             return
@@ -366,12 +368,9 @@ class Fingerprints(Observer):
         torch: Any = sys.modules["torch"]
         paid = self.state.budget.left() >= (self._cost or self._guess())
         paid = paid and len(self._pending) < MAX_PENDING and not capturing(torch)
-        for each in modules:
-            ddp = each.ddp()
-            if ddp is None:
-                continue
+        for number, ddp in modules:
             armed = self.state.tracker.armed
-            record = TogetherRecord(step=step, module=each.number, armed=armed)
+            record = TogetherRecord(step=step, module=number, armed=armed)
             if not paid:
                 self.state.recorder.add(record)
                 continue
@@ -390,9 +389,8 @@ class Fingerprints(Observer):
 
     def _write_elements(self, suspicion: Suspicion) -> None:
         """Write elements of the suspected tensors."""
-        alive = self._replicas.alive
-        module = next((each for each in alive if each.number == suspicion.module), None)
-        ddp = module.ddp() if module is not None else None
+        modules = {each.number: ddp for each, ddp in self._replicas.living()}
+        ddp = modules.get(suspicion.module)
         if ddp is None or not suspicion.tensors:
             return
         named = compared_tensors(ddp)
@@ -422,19 +420,14 @@ class Fingerprints(Observer):
         )
 
     def _parameters(self) -> Iterator[Any]:
-        for each in self._replicas.alive:
-            ddp = each.ddp()
-            if ddp is not None:
-                yield from (parameter for _, parameter in compared_tensors(ddp))
+        for _, ddp in self._replicas.living():
+            yield from (parameter for _, parameter in compared_tensors(ddp))
 
     def _take(self, number: int, rich: bool) -> None:
         modules: list[ModuleHashes] = []
         self._versions = Versions(number)
         self.wake("step_begins")
-        for each in self._replicas.alive:
-            ddp = each.ddp()
-            if ddp is None:
-                continue
+        for each, ddp in self._replicas.living():
             named = compared_tensors(ddp)
             names = [name for name, _ in named]
             if names != self._names.get(each.number, []):

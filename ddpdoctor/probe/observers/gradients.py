@@ -102,11 +102,8 @@ class Gradients(Observer):
         """Note the state of gradients that this backward may change without a reduction."""
         if not self._enabled:
             return
-        alive = self._replicas.alive
-        for each in alive:
-            ddp = each.ddp()
-            if ddp is None:
-                continue
+        alone = len(self._replicas.alive) == 1
+        for each, ddp in self._replicas.living():
             # The previous backward may have raised.
             each.sure, each.marks = False, None
             each.cause = _cause(each, bool(ddp.require_backward_grad_sync))
@@ -115,7 +112,7 @@ class Gradients(Observer):
                 each.marks = each.take_marks(each.middle)
             elif not each.cause:
                 # With a single module, the backward is certainly its own.
-                if each.reduced >= MAX_CHECKED and len(alive) == 1:
+                if each.reduced >= MAX_CHECKED and alone:
                     each.sure = each.armed > 0
                 else:
                     each.marks = each.take_marks(each.middle)
@@ -168,10 +165,7 @@ class Gradients(Observer):
         """Record missing and unreduced gradients before an optimizer uses them."""
         if not self._enabled:
             return
-        for each in self._replicas.alive:
-            ddp = each.ddp()
-            if ddp is None:
-                continue
+        for each, ddp in self._replicas.living():
             if each.due:
                 each.due = False
                 self._check(each, ddp)
@@ -226,9 +220,8 @@ class Gradients(Observer):
 
     def rank_fails(self, error: BaseException) -> None:
         """Record parameters that were frozen or replaced, if DDP missed their gradients."""
-        for each in self._replicas.alive:
-            ddp = each.ddp()
-            if ddp is not None and "missing" not in each.recorded and UNFINISHED in str(error):
+        for each, ddp in self._replicas.living():
+            if "missing" not in each.recorded and UNFINISHED in str(error):
                 why = _reasons(each, ddp)
                 gone = [index for index in range(len(each.names)) if why(index) != "unused"]
                 if gone:
@@ -523,8 +516,7 @@ class Outside(Observer):
         ]
 
     def _beside(self, optimizer: Any) -> _Beside:
-        modules = [ddp.module for each in self._replicas.alive if (ddp := each.ddp()) is not None]
-        inside = {id(parameter) for module in modules for parameter in module.parameters()}
+        inside = self._replicas.parameter_ids()
         outside = {
             f"parameter {place} of shape {tuple(parameter.shape)}": weakref.ref(parameter)
             for place, parameter in enumerate(parameters_of(optimizer))

@@ -275,7 +275,7 @@ class Scan:
             self._add(at, name, each)
 
     def _attributes(self, at: int, value: Any, kind: type) -> None:
-        found = _dict_of(value)
+        found = dict_of(value)
         for name, each in list(found.items()) if found is not None else ():
             if name in _FLAT and type(each) is dict:
                 self._children(at, each)
@@ -321,7 +321,7 @@ class Scan:
         while at >= 0 and self._parents[at] >= 0:
             label = self._labels[at]
             text = str(label) if isinstance(label, str) else f"[{label}]"
-            words.append(text if text[0] == "[" or not words_open(text) else f".{text}")
+            words.append(text if text[0] == "[" else f".{text}")
             at = self._parents[at]
         if at < 0 or not words:
             return None
@@ -335,18 +335,13 @@ class Scan:
             return value.maxlen
         holders = [value, self._objects[self._parents[at]]]
         for each in holders:
-            known = _dict_of(each) if type(each) not in _PLAIN_TYPES else None
+            known = dict_of(each) if type(each) not in _PLAIN_TYPES else None
             for name in _BOUNDS if known else ():
                 for spelt in (name, f"_{name}"):
                     found = known.get(spelt) if known else None
                     if type(found) is int and found > 0:
                         return found
         return None
-
-
-def words_open(text: str) -> bool:
-    """Return whether a part of a name follows a dot."""
-    return text[:1] != "["
 
 
 def _label(key: Any) -> str:
@@ -361,7 +356,7 @@ def _file_of(module: Any) -> str:
     return path if type(path) is str else ""
 
 
-def _dict_of(value: Any) -> dict[Any, Any] | None:
+def dict_of(value: Any) -> dict[Any, Any] | None:
     """Return an object's dictionary without calling its code."""
     try:
         found = object.__getattribute__(value, "__dict__")
@@ -434,7 +429,7 @@ def _weigh(value: Any) -> tuple[int | None, bool]:
         elif kind in _PLAIN_TYPES or issubclass(kind, _TEXTS) or issubclass(kind, type):
             total += sys.getsizeof(each) if kind in (*_PLAIN[:5], *_TEXTS) else 0
         else:
-            inside = _dict_of(each)
+            inside = dict_of(each)
             known = known and inside is not None
             total += 64
             waiting += list((inside or {}).values())[:MAX_DESCRIBED]
@@ -449,11 +444,6 @@ def _cells(function: FunctionType) -> list[Any]:
         except ValueError:
             continue
     return [*found, *(function.__defaults__ or ())]
-
-
-def attributes_of(value: Any) -> dict[Any, Any]:
-    """Return the attributes of an object without calling its code."""
-    return _dict_of(value) or {}
 
 
 def worth(value: Any) -> tuple[int, int | None]:

@@ -155,7 +155,8 @@ class Memory(Observer):
         found = torch_memory.snapshot(self._device)
         if facts is not None and found is not None:
             facts = torch_memory.with_snapshot(facts, found)
-        name = f"{rank_stem(self._number(), self.state.restart)}.memory.pickle"
+        number = sys.modules["torch"].distributed.get_rank()
+        name = f"{rank_stem(number, self.state.restart)}.memory.pickle"
         kept = False
         with contextlib.suppress(OSError, ValueError, TypeError):
             kept = bool(found) and torch_memory.keep(
@@ -171,9 +172,6 @@ class Memory(Observer):
                 file=name if kept else "",
             )
         )
-
-    def _number(self) -> int:
-        return int(sys.modules["torch"].distributed.get_rank())
 
 
 def _elements(shape: tuple[int, ...]) -> int:
@@ -355,7 +353,7 @@ def _private_of(pid: int) -> int | None:
 def large_containers(dataset: Any) -> Iterator[DatasetRecord]:
     """Yield the large containers of Python objects in a data set and those that it wraps."""
     for _ in range(MAX_WRAPPED):
-        named = holders.attributes_of(dataset)
+        named = holders.dict_of(dataset) or {}
         for name, value in named.items():
             size, each = holders.worth(value)
             if size * (each or 0) >= MIN_COPIED:

@@ -83,11 +83,6 @@ def count() -> int:
     return len(_made)
 
 
-def were_made() -> bool:
-    """Return whether this process has made an optimizer."""
-    return any_made
-
-
 def owned(optimizer: Any) -> frozenset[int]:
     """Return the ids of the parameters that an optimizer steps."""
     each = _made.get(optimizer)
@@ -249,11 +244,7 @@ class Optimizers(Observer):
 
     def _orphans(self, optimizer: Any) -> int:
         """Count an optimizer's parameters that never get a gradient and are in no DDP module."""
-        known: set[int] = set()
-        for each in self._replicas.alive:
-            ddp = each.ddp()
-            if ddp is not None:
-                known.update(id(parameter) for parameter in ddp.module.parameters())
+        known = self._replicas.parameter_ids()
         return sum(
             parameter.requires_grad and parameter.grad is None and id(parameter) not in known
             for parameter in parameters_of(optimizer)

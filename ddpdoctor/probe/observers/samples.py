@@ -35,6 +35,7 @@ from ddpdoctor.run.records.training import Head, PassRecord
 # -- one pass over a data loader: which samples it drew, and the content of some of them
 
 FOLLOWED_INDICES = 128  # number of individually followed indices of an index space
+COMPARED_INDICES = 1 << 14  # the same for a job that is compared with another number of ranks
 HASHED_CONTENTS = 64  # number of these whose content is also hashed
 CLOSED = ("ended", "left")  # states of a finished pass
 HEAD_DRAWS = 64  # number of first draws, whose order has a separate hash
@@ -48,13 +49,13 @@ Draw = tuple[Any, ...]
 
 
 @functools.lru_cache(maxsize=16)
-def sample_of(length: int) -> tuple[int, ...]:
+def sample_of(length: int, most: int = FOLLOWED_INDICES) -> tuple[int, ...]:
     """Return the indices below ``length`` that every rank follows, in pseudo-random order."""
-    if length <= FOLLOWED_INDICES:
+    if length <= most:
         return tuple(range(length))
     found: dict[int, None] = {}
     number = 0
-    while len(found) < FOLLOWED_INDICES:
+    while len(found) < most:
         number += 1
         mixed = number * 0x9E3779B97F4A7C15 & _UINT64
         mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 & _UINT64
@@ -88,6 +89,7 @@ class Pass:
         followed: By drawn index, the index in the space that all ranks share.
         share_at: Number of draws that exceeds the pass's share.
         lookup: By drawn index, the index in that space. None if they are equal.
+        most: Maximum number of followed indices of that space.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Pass:
         followed: dict[int, int] | None = None,
         share_at: int = 0,
         lookup: list[int] | None = None,
+        most: int = FOLLOWED_INDICES,
     ) -> None:
         self.record = record
         self.followed = followed or {}
@@ -115,7 +118,7 @@ class Pass:
         self.rows_later = 0  # number of batches with hashed samples that are not recorded yet
         self.gone = False  # whether the pass is no longer followed
         self._keys = frozenset(self.followed)
-        sample = sample_of(record.length or 0)
+        sample = sample_of(record.length or 0, most)
         every = 1 if len(sample) <= HASHED_CONTENTS else max(len(sample) // HASHED_CONTENTS, 2)
         inside = frozenset(sample[::every])
         self._contents = frozenset(index for index, name in self.followed.items() if name in inside)
@@ -295,8 +298,9 @@ SKETCH_CREDIT_NS = 10_000_000  # nanoseconds for sketches in addition to an eigh
 class Samples(Observer):
     """The passes of a rank over its loaders."""
 
-    def __init__(self, state: RankState) -> None:
+    def __init__(self, state: RankState, most: int = FOLLOWED_INDICES) -> None:
         super().__init__(state)
+        self._most = most
         self._passes: dict[tuple[Site, Site | None], int] = {}
         self._open: dict[tuple[Site, Site | None], Pass] = {}
         self._waiting: list[Pass] = []  # passes whose batch had no backward so far
@@ -390,7 +394,7 @@ class Samples(Observer):
             persistent=torch_private.keeps_workers(iterator),
             **site.place,
         )
-        drawn = _opened(iterator, dataset, record, left)
+        drawn = _opened(iterator, dataset, record, left, self._most)
         drawn.ahead = ahead
         drawn.collates = torch_private.batches_at_once(iterator)
         tracker = self.state.tracker
@@ -541,10 +545,10 @@ class Samples(Observer):
         self._judge_evaluations()
 
 
-def _opened(iterator: Any, dataset: Any, record: PassRecord, left: int) -> Pass:
+def _opened(iterator: Any, dataset: Any, record: PassRecord, left: int, most: int) -> Pass:
     """Begin the pass of an iterator, with the facts about its samplers and data set.
 
-    Take at most ``left`` nanoseconds.
+    Take at most ``left`` nanoseconds. Follow at most ``most`` indices.
     """
     if record.iterable:
         epoch, shuffles = sample_contents.order_of(dataset)
@@ -567,7 +571,7 @@ def _opened(iterator: Any, dataset: Any, record: PassRecord, left: int) -> Pass:
         if lookup is None:
             return Pass(record)
         record = replace(record, subset=digest_of(lookup), subset_length=len(lookup))
-    wanted = sample_of(length)
+    wanted = sample_of(length, most)
     followed = dict(zip(wanted, wanted, strict=True))
     if lookup is not None:
         inside = frozenset(wanted)
@@ -577,4 +581,4 @@ def _opened(iterator: Any, dataset: Any, record: PassRecord, left: int) -> Pass:
     )
     world = sys.modules["torch"].distributed.get_world_size()
     whole = length if lookup is None else len(lookup)
-    return Pass(record, followed, -(-3 * whole // (2 * world)), lookup)
+    return Pass(record, followed, -(-3 * whole // (2 * world)), lookup, most)

@@ -18,7 +18,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from zlib import crc32
 
-from ddpdoctor.probe.observers import readback, samples, schedules
+from ddpdoctor.probe.observers import readback, schedules
 from ddpdoctor.probe.runtime import rank, torch_memory, torch_private
 from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
@@ -30,7 +30,6 @@ from ddpdoctor.run.records.process import OverrideRecord
 from ddpdoctor.run.records.training import CourseRecord, TrainedModelRecord, TrainedRecord
 
 MAX_TRAINED = 4096  # steps that are recorded
-MAX_INDICES = 1 << 14  # individually followed indices of an index space
 SEARCHED = (2, 6, 12)  # steps at which averages of the weights are searched for
 MAX_ELEMENTS = 1 << 16  # of a parameter whose averages are followed
 MAX_ALIKE = 4096  # tensors of its shape that are compared with it
@@ -138,7 +137,6 @@ class Trained(Observer):
 
     def __init__(self, state: RankState) -> None:
         super().__init__(state)
-        samples.FOLLOWED_INDICES = MAX_INDICES
         self._samples = self._forwards = 0
         self._losses: list[Any] = []
         self._factors: list[float | None] = []
