@@ -25,7 +25,6 @@ from ddpdoctor.run.records.typed_json import decoder
 # By name, because the ranks may run a different Python.
 _INSTALLED = re.compile(r"/(?:site-packages|dist-packages)/([^/]+)")
 _STANDARD = re.compile(r"/lib(?:64)?/python3\.\d+t?/")
-_PROBE = "/ddpdoctor/probe/"
 
 
 @lru_cache(maxsize=8192)
@@ -38,7 +37,7 @@ def is_user_path(path: str) -> bool:
 
 def is_probe_path(path: str) -> bool:
     """Return whether a file belongs to ddpdoctor's hooks between the user and torch."""
-    return _PROBE in path
+    return "/ddpdoctor/probe/" in path
 
 
 def is_ours(frames: Iterable[Frame]) -> bool:

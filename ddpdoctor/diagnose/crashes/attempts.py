@@ -17,7 +17,6 @@ from ddpdoctor.core.relations import ABORT, END, LOST, MISPAIRED, MODELS, STANDS
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.checkpoints.prefixes import refused_for_prefix
 from ddpdoctor.diagnose.crashes.out_of_memory import GPU_MEMORY, gpu_facts
-from ddpdoctor.diagnose.crashes.paths import path_fault
 from ddpdoctor.diagnose.crashes.rank_endings import (
     Ending,
     endings,
@@ -26,7 +25,13 @@ from ddpdoctor.diagnose.crashes.rank_endings import (
     is_consequence,
     mispaired,
 )
-from ddpdoctor.diagnose.crashes.resource_errors import UNREADABLE, file_facts, port_facts, torn
+from ddpdoctor.diagnose.crashes.resource_errors import (
+    UNREADABLE,
+    file_facts,
+    path_fault,
+    port_facts,
+    torn,
+)
 from ddpdoctor.diagnose.gradients.reducer import is_explained
 from ddpdoctor.diagnose.hangs.diagnosis import guilty
 from ddpdoctor.diagnose.replicas.differences import is_refusal

@@ -132,12 +132,8 @@ def _growth(run: Run, found: Grows) -> Iterator[str]:
         yield f"what grew is `{held.holder.name}` ({held.holder.sort}){where}"
 
 
-def host_facts(run: Run, cause: Ending) -> tuple[str, ...]:
+def host_facts(run: Run, cause: Ending) -> Iterator[str]:
     """Describe how the memory of ranks grew before the kernel killed one of them."""
-    return tuple(_of_host(run, cause))
-
-
-def _of_host(run: Run, cause: Ending) -> Iterator[str]:
     killed = _rank_of(run, cause)
     if killed is None:
         return

@@ -32,8 +32,8 @@ from ddpdoctor.diagnose.crashes.attempts import (
     truncated,
 )
 from ddpdoctor.diagnose.crashes.out_of_memory import host_facts
-from ddpdoctor.diagnose.crashes.paths import path_fault
 from ddpdoctor.diagnose.crashes.rank_endings import Ending
+from ddpdoctor.diagnose.crashes.resource_errors import path_fault
 from ddpdoctor.failures import advice, recognise
 from ddpdoctor.failures.table import TABLE
 from ddpdoctor.run.snapshot import Run

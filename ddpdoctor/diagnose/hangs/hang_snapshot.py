@@ -31,7 +31,7 @@ from ddpdoctor.run.records.supervisor import (
 )
 from ddpdoctor.run.snapshot import Run
 from ddpdoctor.run.status import Phase
-from ddpdoctor.stacks.frames import innermost, user_frames
+from ddpdoctor.stacks.frames import innermost, is_probe_path, user_frames
 from ddpdoctor.system.process_activity import BUSY
 
 MIN_SILENCE_NS = 2_000_000_000
@@ -40,7 +40,6 @@ MIN_SILENCE_NS = 2_000_000_000
 MIN_PENDING_NS = 2_000_000_000
 """Nanoseconds after which a collective that a GPU has not finished counts as hanging."""
 
-_PROBE = "/ddpdoctor/probe/"
 _COLLECTIVES = ("/torch/distributed/", "/torch/nn/parallel/", "/torch/autograd/")
 """Files of torch's Python functions that wait for other ranks."""
 _DDP = ("/torch/nn/parallel/distributed.py", "/torch/distributed/utils.py")
@@ -274,7 +273,7 @@ class RankState:
         """Whether its training thread waits for other ranks."""
         if self.phase == Phase.WAIT.label or self.waits_for_gpu:
             return True
-        inner = next((each for each in reversed(self.frames) if _PROBE not in each.path), None)
+        inner = next((each for each in reversed(self.frames) if not is_probe_path(each.path)), None)
         if inner is None:
             return self.phase == Phase.BACKWARD.label
         if self.flight is None:

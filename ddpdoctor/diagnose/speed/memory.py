@@ -394,15 +394,11 @@ def steps_left(run: Run, found: Grows, together: Sequence[Grows]) -> int | None:
     beside = [each for each in together if each.gpu == found.gpu and _shares(each, found)]
     rate = sum(each.growth.per_step for each in beside)
     if found.gpu:
-        used = [each.reserved or 0 for each in (_newest(one.rank) for one in beside) if each]
+        used = [each.reserved or 0 for one in beside for each in points_of(one.rank)[-1:]]
         free = None if newest.total is None else newest.total - sum(used)
     else:
         free = newest.available
     return None if free is None or rate <= 0 else max(int(free / rate), 0)
-
-
-def _newest(rank: Rank) -> MemoryPoint | None:
-    return next(reversed(points_of(rank)), None)
 
 
 def _shares(one: Grows, other: Grows) -> bool:
