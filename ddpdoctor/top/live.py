@@ -11,7 +11,7 @@ import re
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from itertools import zip_longest
@@ -84,11 +84,6 @@ def without_readings(gpu: Gpu, problem: str) -> Gpu:
     """Return a GPU with only its constant facts."""
     still = Gpu(node=gpu.node, index=gpu.index, uuid=gpu.uuid, name=gpu.name, mig=gpu.mig)
     return replace(still, memory_total=gpu.memory_total, problem=problem)
-
-
-def gpus_by_uuid(gpus: Iterable[Gpu]) -> dict[str, Gpu]:
-    """Return GPUs by the UUID that ranks report."""
-    return {same_uuid(gpu.uuid): gpu for gpu in gpus}
 
 
 class GpuFiles:
@@ -446,7 +441,7 @@ class LiveSource:
         self._part("the output", self._stderr.read)
         nothing: tuple[tuple[Gpu, ...], str] = (), ""
         gpus, nvml = self._part("the GPUs", lambda: self._gpus.read(self.live)) or nothing
-        by_uuid = self._part("the GPUs", lambda: gpus_by_uuid(gpus)) or {}
+        by_uuid = self._part("the GPUs", lambda: {same_uuid(gpu.uuid): gpu for gpu in gpus}) or {}
         for rank, status in pages.items():
             if rank not in skipped:
                 row = self._part(
