@@ -137,35 +137,28 @@ Detect = Callable[[Any], Iterator[Finding]]
 
 @dataclass(frozen=True)
 class Rule:
-    """A pure function from a run to findings, with a code, its page and its relations.
-
-    Attributes:
-        detect: May serve several rules. Then it yields the findings of all of them.
-        page: The documentation page.
-        supersedes: The rules whose findings are consequences of this one's, by code, with the
-            predicate that has to hold.
-        yields_to: The same from the other side: rules of whose findings this one's are
-            consequences.
-        lapses: Decides about a finding that is no longer found.
-        twice: In a running job two examinations in a row have to find it, since the records of its
-            cause may come after those that show it.
-        late: Finds its fault in what was seen since, where the probe started while the job ran.
-            Other rules conclude from how it began, and do not judge such a run.
-        beside: A second function with findings of this code. They count where the first has none
-            about the same subject.
-    """
+    """A pure function from a run to findings, with a code, its page and its relations."""
 
     code: str
     name: str
     severity: Severity
-    detect: Detect
-    page: str = ""
+    detect: Detect  # May serve several rules. Then it yields the findings of all of them.
+    page: str = ""  # The documentation page
     supersedes: Mapping[str, Same] = field(default_factory=dict)
+    """The rules whose findings are consequences of this one's, by code, with the predicate that has
+    to hold."""
     yields_to: Mapping[str, Same] = field(default_factory=dict)
-    lapses: Lapse = fact
+    """The same from the other side: rules of whose findings this one's are consequences."""
+    lapses: Lapse = fact  # Decides about a finding that is no longer found
     twice: bool = False
+    """In a running job two examinations in a row have to find it, since the records of its cause
+    may come after those that show it."""
     late: bool = False
+    """Finds its fault in what was seen since, where the probe started while the job ran. Other
+    rules conclude from how it began, and do not judge such a run."""
     beside: Detect | None = None
+    """A second function with findings of this code. They count where the first has none about the
+    same subject."""
 
     @property
     def summary(self) -> str:

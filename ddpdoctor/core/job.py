@@ -48,27 +48,17 @@ class OwnOptions:
 
 @dataclass(frozen=True)
 class Command:
-    """The job to start.
+    """The job to start."""
 
-    Attributes:
-        argv: The command line to execute.
-        own: ddpdoctor's own options.
-        note: A line for the user, such as the chosen number of ranks. May be empty.
-        through_torchrun: Whether torchrun starts the ranks.
-        local_ranks: Number of ranks on this node. None if only the job knows.
-        one_node: Whether local and global ranks are equal.
-        script: The file or module to show to the user.
-        attached: The command line of a job that runs already, if ``argv`` watches that.
-    """
-
-    argv: tuple[str, ...]
-    own: OwnOptions
-    note: str
-    through_torchrun: bool
-    local_ranks: int | None = None
-    one_node: bool = False
-    script: str = ""
+    argv: tuple[str, ...]  # The command line to execute
+    own: OwnOptions  # ddpdoctor's own options
+    note: str  # A line for the user, such as the chosen number of ranks. May be empty.
+    through_torchrun: bool  # Whether torchrun starts the ranks
+    local_ranks: int | None = None  # Number of ranks on this node. None if only the job knows.
+    one_node: bool = False  # Whether local and global ranks are equal
+    script: str = ""  # The file or module to show to the user
     attached: tuple[str, ...] = ()
+    """The command line of a job that runs already, if ``argv`` watches that."""
 
     @property
     def launcher(self) -> str:

@@ -341,21 +341,15 @@ class Given:
 
 @dataclass(frozen=True)
 class Parser:
-    """The command line of one command.
+    """The command line of one command."""
 
-    Attributes:
-        command: Its name.
-        help: Its help text. Each option begins a line that is indented by two spaces.
-        values: The values of options by name. Other options are flags.
-        leading: Options stand before the other words, and the first other word ends them.
-        status: Exit status if the command line is wrong.
-    """
-
-    command: str
-    help: str
+    command: str  # Its name
+    help: str  # Its help text. Each option begins a line that is indented by two spaces.
     values: Mapping[str, Value] = field(default_factory=dict)
+    """The values of options by name. Other options are flags."""
     leading: bool = False
-    status: int = USAGE
+    """Options stand before the other words, and the first other word ends them."""
+    status: int = USAGE  # Exit status if the command line is wrong
 
     @cached_property
     def options(self) -> dict[str, Value | None]:

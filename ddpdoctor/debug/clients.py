@@ -175,15 +175,10 @@ class RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Project:
-    """A run's script and folders, to distinguish its clients from those of another project.
+    """A run's script and folders, to distinguish its clients from those of another project."""
 
-    Attributes:
-        script: The name of the job's script.
-        folders: Its folders, the workspace first.
-    """
-
-    script: str
-    folders: tuple[str, ...]
+    script: str  # The name of the job's script
+    folders: tuple[str, ...]  # Its folders, the workspace first
 
     def objection(self, arguments: Message, port: int) -> str:
         """Return why a client must not attach to a port, or an empty string.

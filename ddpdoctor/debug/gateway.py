@@ -351,19 +351,12 @@ _ATTEMPTS = 200
 
 @dataclass(frozen=True)
 class Ports:
-    """A block of listening sockets.
+    """A block of listening sockets."""
 
-    Attributes:
-        host: The address they are bound to.
-        listeners: One per local rank, with consecutive ports.
-        moved: Whether the requested block was in use, so that another one was chosen.
-        root: The socket for sessions with all ranks.
-    """
-
-    host: str
-    listeners: tuple[socket.socket, ...]
-    moved: bool
-    root: socket.socket | None = None
+    host: str  # The address they are bound to
+    listeners: tuple[socket.socket, ...]  # One per local rank, with consecutive ports
+    moved: bool  # Whether the requested block was in use, so that another one was chosen
+    root: socket.socket | None = None  # The socket for sessions with all ranks
 
     @property
     def numbers(self) -> tuple[int, ...]:

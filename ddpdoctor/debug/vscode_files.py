@@ -327,22 +327,16 @@ def is_ours(name: object) -> bool:
 
 @dataclass(frozen=True)
 class Section:
-    """A list in the root object, and ddpdoctor's entries in it.
+    """A list in the root object, and ddpdoctor's entries in it."""
 
-    Attributes:
-        key: The key of the list.
-        naming: The property of an element that holds its name.
-        wanted: The entries to write, in order.
-        replaced: Whether an existing entry of ddpdoctor with this name is removed.
-        merged: The value of a key that an entry has, from the key, the value in the file, and the
-            wanted one. The user's own keys stay in any case.
-    """
-
-    key: str
-    naming: str
-    wanted: Sequence[Mapping[str, object]]
+    key: str  # The key of the list
+    naming: str  # The property of an element that holds its name
+    wanted: Sequence[Mapping[str, object]]  # The entries to write, in order
     replaced: Callable[[str], bool]
+    """Whether an existing entry of ddpdoctor with this name is removed."""
     merged: Callable[[str, Any, Any], object] = lambda _key, _theirs, ours: ours
+    """The value of a key that an entry has, from the key, the value in the file, and the wanted
+    one. The user's own keys stay in any case."""
 
     def with_users_changes(self, document: Document) -> Section:
         """Return the section with the user's changes to the entries of the document."""

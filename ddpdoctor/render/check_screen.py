@@ -32,34 +32,20 @@ REDUCTIONS = ("collectives", "gloo-nodes")  # Checks that prove that a job can s
 
 @dataclass(frozen=True)
 class View:
-    """The node that the output is for, and how to print it.
+    """The node that the output is for, and how to print it."""
 
-    Attributes:
-        host: This machine.
-        nproc: Its ranks.
-        nnodes: The nodes of the job.
-        rank: Its node rank. None if not known.
-        met: Whether it met other nodes.
-        first: The host name of the node that shows all nodes. Empty if it is this one.
-        nodes: The findings of all nodes' own checks, as in the JSON.
-        seconds: Duration of the checks.
-        running: Number of interrupted checks.
-        verbose: Whether to print a row for each check.
-        width: Columns. None to wrap nothing, as for a pipe.
-    """
-
-    host: str
-    nproc: int
-    nnodes: int = 1
-    rank: int | None = None
-    met: bool = False
-    first: str = ""
-    nodes: Sequence[Mapping[str, Any]] = ()
-    seconds: float = 0.0
-    running: int = 0
-    verbose: bool = False
+    host: str  # This machine
+    nproc: int  # Its ranks
+    nnodes: int = 1  # The nodes of the job
+    rank: int | None = None  # Its node rank. None if not known.
+    met: bool = False  # Whether it met other nodes
+    first: str = ""  # The host name of the node that shows all nodes. Empty if it is this one.
+    nodes: Sequence[Mapping[str, Any]] = ()  # The findings of all nodes' own checks, as in the JSON
+    seconds: float = 0.0  # Duration of the checks
+    running: int = 0  # Number of interrupted checks
+    verbose: bool = False  # Whether to print a row for each check
     colour: bool = False
-    width: int | None = None
+    width: int | None = None  # Columns. None to wrap nothing, as for a pipe.
 
     def concerns(self, outcome: Outcome, finding: Finding) -> bool:
         """Return whether a finding is shown here. The first node shows all, others those to fix."""

@@ -47,23 +47,18 @@ class Group:
 
 @dataclass(frozen=True)
 class Blame:
-    """The ranks to blame.
-
-    Attributes:
-        kind: The evidence. ``guard``: only they passed a condition on the rank. ``passed``: they
-            skipped a call. ``alone``: only they made a call. ``most``: most ranks made a different
-            call. ``decided``: a condition on values led to their call. ``ended``: their loop ended
-            first. ``none``: all ranks may be to blame.
-        location: The line to report.
-        guard: The condition on the rank.
-        decider: The statement that skipped the call, or the condition of the one made alone.
-    """
+    """The ranks to blame."""
 
     kind: Literal["guard", "passed", "alone", "decided", "ended", "most", "none"]
+    """The evidence. ``guard``: only they passed a condition on the rank. ``passed``: they skipped a
+    call. ``alone``: only they made a call. ``most``: most ranks made a different call.
+    ``decided``: a condition on values led to their call. ``ended``: their loop ended first.
+    ``none``: all ranks may be to blame."""
     ranks: tuple[int, ...]
-    location: Location | None
-    guard: Guard | None = None
+    location: Location | None  # The line to report
+    guard: Guard | None = None  # The condition on the rank
     decider: Location | None = None
+    """The statement that skipped the call, or the condition of the one made alone."""
 
 
 def blame(

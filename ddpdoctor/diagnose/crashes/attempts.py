@@ -61,17 +61,12 @@ _NATIVE = re.compile(r"what\(\)|NCCL WARN|: error: unrecognized")
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt of a run, and how it ended.
-
-    Attributes:
-        endings: The failed processes, earliest first.
-        cause: The first process that failed by itself.
-    """
+    """One attempt of a run, and how it ended."""
 
     run: Run
     restart: int
-    endings: list[Ending]
-    cause: Ending | None
+    endings: list[Ending]  # The failed processes, earliest first
+    cause: Ending | None  # The first process that failed by itself
 
     @property
     def last(self) -> bool:
@@ -187,22 +182,15 @@ def moment(cause: Ending) -> str:
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """The table's entry for the failure that ended an attempt.
+    """The table's entry for the failure that ended an attempt."""
 
-    Attributes:
-        cause: The end that it explains.
-        groups: The matches of its pattern's groups.
-        line: The matched line.
-        likely: Whether it is inferred from messages of other ranks.
-        lost: Whether no rank failed by itself. If known, the reason for their wait is the cause.
-    """
-
-    cause: Ending
+    cause: Ending  # The end that it explains
     failure: Failure
-    groups: Mapping[str, str]
-    line: str
-    likely: bool = False
+    groups: Mapping[str, str]  # The matches of its pattern's groups
+    line: str  # The matched line
+    likely: bool = False  # Whether it is inferred from messages of other ranks
     lost: bool = False
+    """Whether no rank failed by itself. If known, the reason for their wait is the cause."""
 
 
 def known_failure(attempt: Attempt) -> KnownFailure | None:

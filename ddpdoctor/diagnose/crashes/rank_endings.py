@@ -259,41 +259,27 @@ NOTHING = ResourceFacts()  # The facts about an exception without a file
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of one process.
+    """The end of one process."""
 
-    Attributes:
-        rank: Its rank; None for a process that never reported one.
-        time: Unix nanoseconds.
-        kind: ``abort-at-exit`` is a native abort after the script had ended.
-        victim: Whether it failed only because another one did.
-        text: The exception with its message, the signal, or the exit call.
-        where: Its activity at that time, in words: ``step 12, backward``.
-        status: The exit status (negative: a signal), if known.
-        message: The whole message of the exception.
-        oom: ``kernel`` or ``cgroup``, whichever reported an out-of-memory kill. Otherwise empty.
-        file: Facts about the file that an exception is about.
-        read: The files that it had last opened for reading, newest first.
-        last_seen: The last line of the user's code that the probe saw, if ``location`` is unknown.
-        initialized: Whether it had joined the process group.
-        notes: The events between the exception and the end of the process, a sentence each.
-    """
-
-    rank: int | None
-    time: int
-    kind: Kind
-    victim: bool
-    text: str
-    where: str = ""
+    rank: int | None  # Its rank; None for a process that never reported one
+    time: int  # Unix nanoseconds
+    kind: Kind  # ``abort-at-exit`` is a native abort after the script had ended
+    victim: bool  # Whether it failed only because another one did
+    text: str  # The exception with its message, the signal, or the exit call
+    where: str = ""  # Its activity at that time, in words: ``step 12, backward``
     location: Location | None = None
     traceback: str = ""
-    status: int | None = None
-    message: str = ""
+    status: int | None = None  # The exit status (negative: a signal), if known
+    message: str = ""  # The whole message of the exception
     oom: str = ""
-    file: ResourceFacts = NOTHING
-    read: tuple[ReadFile, ...] = ()
+    """``kernel`` or ``cgroup``, whichever reported an out-of-memory kill. Otherwise empty."""
+    file: ResourceFacts = NOTHING  # Facts about the file that an exception is about
+    read: tuple[ReadFile, ...] = ()  # The files that it had last opened for reading, newest first
     last_seen: Location | None = None
-    initialized: bool = True
+    """The last line of the user's code that the probe saw, if ``location`` is unknown."""
+    initialized: bool = True  # Whether it had joined the process group
     notes: tuple[str, ...] = ()
+    """The events between the exception and the end of the process, a sentence each."""
 
     @property
     def name(self) -> str:

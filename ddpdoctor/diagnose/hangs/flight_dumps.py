@@ -263,21 +263,13 @@ _TORCH = re.compile(r"/torch/(?:distributed|nn|autograd|optim|utils|_\w+)[/.]")
 
 @dataclass(frozen=True)
 class Dumps:
-    """The files of a job.
+    """The files of a job."""
 
-    Attributes:
-        run: A run without a directory, with the files as the examination of a hang.
-        ranks: The ranks whose files were read.
-        missing: Other ranks of the job.
-        trouble: One line for each unread file, with the reason.
-        remark: The reason why the files do not prove a hang. Empty if they do.
-    """
-
-    run: Run
-    ranks: tuple[int, ...]
-    missing: tuple[int, ...]
-    trouble: tuple[str, ...]
-    remark: str
+    run: Run  # A run without a directory, with the files as the examination of a hang
+    ranks: tuple[int, ...]  # The ranks whose files were read
+    missing: tuple[int, ...]  # Other ranks of the job
+    trouble: tuple[str, ...]  # One line for each unread file, with the reason
+    remark: str  # The reason why the files do not prove a hang. Empty if they do.
 
     def proves(self, code: str) -> bool:
         """Return whether these files prove a finding of a code."""

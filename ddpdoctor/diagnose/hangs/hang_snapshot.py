@@ -312,19 +312,14 @@ def _main(stacks: RankStacks | None) -> tuple[Frame, ...]:
 
 @dataclass(frozen=True)
 class HangSnapshot:
-    """A job that makes no progress: the input of the diagnosis of a hang.
-
-    Attributes:
-        world_size: The number of ranks of the job, on all nodes.
-        manifest: The run's manifest, with the command of the job.
-        store: A store that ranks wait for and that none of them opens.
-    """
+    """A job that makes no progress: the input of the diagnosis of a hang."""
 
     record: HangRecord
     ranks: tuple[RankState, ...]
-    world_size: int
+    world_size: int  # The number of ranks of the job, on all nodes
     manifest: JsonObject = field(default_factory=dict)
-    store: OwnStoreRecord | None = None
+    """The run's manifest, with the command of the job."""
+    store: OwnStoreRecord | None = None  # A store that ranks wait for and that none of them opens
     stderr: str = ""
     nodes: JobNodes = field(default_factory=JobNodes)
 
@@ -365,21 +360,13 @@ def seen_waiting(run: Run, rank: int) -> bool:
 
 @dataclass(frozen=True)
 class Blocked:
-    """A collective that does not end.
+    """A collective that does not end."""
 
-    Attributes:
-        call: The call of one of the waiting ranks, if known.
-        waiting: Ranks that are in it.
-        absent: Ranks that are not, though they belong to its group.
-        unseen: Ranks of its group without evidence: those of other nodes.
-        ahead: Ranks that wait in a later collective of its group.
-    """
-
-    call: Call | None
-    waiting: tuple[RankState, ...]
-    absent: tuple[RankState, ...]
-    unseen: tuple[int, ...]
-    ahead: tuple[RankState, ...] = ()
+    call: Call | None  # The call of one of the waiting ranks, if known
+    waiting: tuple[RankState, ...]  # Ranks that are in it
+    absent: tuple[RankState, ...]  # Ranks that are not, though they belong to its group
+    unseen: tuple[int, ...]  # Ranks of its group without evidence: those of other nodes
+    ahead: tuple[RankState, ...] = ()  # Ranks that wait in a later collective of its group
 
     @property
     def what(self) -> str:

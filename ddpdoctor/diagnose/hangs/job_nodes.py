@@ -16,25 +16,15 @@ CHECK = "To see why, stop the job and check all nodes. On this one:"
 
 @dataclass(frozen=True)
 class JobNodes:
-    """The nodes of a job, as far as one of them knows.
+    """The nodes of a job, as far as one of them knows."""
 
-    Attributes:
-        number: Number of nodes.
-        nproc: Number of ranks on each, as given. Empty if unknown.
-        own: The rank of this node. Empty if unknown.
-        endpoint: The address at which they meet. Empty if unknown.
-        rdzv_id: The id of the job, if given.
-        hosts: Host names by rank.
-        rest: The host name of all other ranks, if they can only be there.
-    """
-
-    number: int = 1
-    nproc: str = ""
-    own: str = ""
-    endpoint: str = ""
-    rdzv_id: str = ""
-    hosts: Mapping[int, str] = field(default_factory=dict)
-    rest: str = ""
+    number: int = 1  # Number of nodes
+    nproc: str = ""  # Number of ranks on each, as given. Empty if unknown.
+    own: str = ""  # The rank of this node. Empty if unknown.
+    endpoint: str = ""  # The address at which they meet. Empty if unknown.
+    rdzv_id: str = ""  # The id of the job, if given
+    hosts: Mapping[int, str] = field(default_factory=dict)  # Host names by rank
+    rest: str = ""  # The host name of all other ranks, if they can only be there
 
     @property
     def several(self) -> bool:

@@ -39,16 +39,11 @@ _JOINING = ("init_process_group", "new_group", "rendezvous", "_store_based_barri
 
 @dataclass(frozen=True)
 class Activity:
-    """The activity of a rank.
-
-    Attributes:
-        text: The end of a sentence that begins with the rank: ``is stopped (SIGSTOP)``.
-        severity: An error if the activity does not end without help.
-    """
+    """The activity of a rank."""
 
     code: str
-    text: str
-    severity: Severity
+    text: str  # The end of a sentence that begins with the rank: ``is stopped (SIGSTOP)``
+    severity: Severity  # An error if the activity does not end without help
     location: Location | None
     fix: str = ""
     evidence: tuple[str, ...] = ()
