@@ -13,9 +13,7 @@ Values = Sequence[float | None]
 
 
 def drawn(
-    curves: Sequence[tuple[str, Values]],
-    end: str,
-    band: tuple[str, Values, Values] | None = None,
+    curves: Sequence[tuple[str, Values]], end: str, band: tuple[str, Values, Values] | None = None
 ) -> list[str]:
     """Return the lines of a picture with a column for each value.
 

@@ -13,13 +13,7 @@ from dataclasses import replace
 
 from ddpdoctor.core.finding import RULES, Finding, Rule, Severity, rule
 from ddpdoctor.core.opening import whole
-from ddpdoctor.core.relations import (
-    ABORT,
-    END,
-    LOST,
-    MISPAIRED,
-    ended_by,
-)
+from ddpdoctor.core.relations import ABORT, END, LOST, MISPAIRED, ended_by
 from ddpdoctor.core.user_code import Location, user_file
 from ddpdoctor.diagnose import APART, STANDSTILLS
 from ddpdoctor.diagnose.crashes.attempts import (

@@ -402,12 +402,7 @@ def small_batch_norm(run: Run) -> Iterator[Finding]:
 MIN_OPTIMIZER_STEPS = 4  # Minimum number of optimizer steps of a loop to know its batches per step
 
 
-@rule(
-    "DDP307",
-    "no-sync-missing",
-    Severity.INFO,
-    yields_to={"DDP308": relations.always},
-)
+@rule("DDP307", "no-sync-missing", Severity.INFO, yields_to={"DDP308": relations.always})
 def no_sync_missing(run: Run) -> Iterator[Finding]:
     """Gradients are accumulated, and every backward is reduced.
 

@@ -111,11 +111,7 @@ def unreduced(run: Run, *causes: str) -> Iterator[Unreduced]:
 
 
 def _harm(
-    number: int,
-    cause: str,
-    steps: UnreducedSteps,
-    certain: int,
-    difference: Difference | None,
+    number: int, cause: str, steps: UnreducedSteps, certain: int, difference: Difference | None
 ) -> Unreduced | None:
     """Return the first step whose gradients made the parameters differ.
 

@@ -322,12 +322,7 @@ class Edit:
     evidence: tuple[str, ...]
 
 
-@rule(
-    "DDP709",
-    "gradient-changed-on-one-rank",
-    Severity.ERROR,
-    supersedes={"DDP701": same_subject},
-)
+@rule("DDP709", "gradient-changed-on-one-rank", Severity.ERROR, supersedes={"DDP701": same_subject})
 def gradient_changed_on_one_rank(run: Run) -> Iterator[Finding]:
     """Some ranks change their gradients after the all-reduce, the others do not.
 

@@ -14,14 +14,7 @@ from typing import Literal
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.diagnose.hangs.hang_snapshot import MIN_PENDING_NS, RankState
-from ddpdoctor.diagnose.source_files import (
-    brief,
-    holds,
-    location,
-    names_in,
-    quoted,
-    source_of,
-)
+from ddpdoctor.diagnose.source_files import brief, holds, location, names_in, quoted, source_of
 from ddpdoctor.run.records.supervisor import ChildState, Frame, RankEvidence
 from ddpdoctor.run.status import Phase
 from ddpdoctor.stacks.frames import is_probe_path, is_user_path

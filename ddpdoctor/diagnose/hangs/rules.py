@@ -20,12 +20,7 @@ from ddpdoctor.run.reported import hang, start
 from ddpdoctor.run.snapshot import Rank, Run
 
 
-@rule(
-    "DDP801",
-    "left-early",
-    Severity.ERROR,
-    supersedes=dict.fromkeys(STANDSTILLS, brings_about),
-)
+@rule("DDP801", "left-early", Severity.ERROR, supersedes=dict.fromkeys(STANDSTILLS, brings_about))
 def left_early(run: Run) -> Iterator[Finding]:
     """A rank finished while the other ranks started another step.
 

@@ -390,12 +390,7 @@ def _parameters_too(replica: Replica) -> tuple[str, ...]:
     return (f"the parameters differ {parameters.since}",) if parameters else ()
 
 
-@rule(
-    "DDP702",
-    "hyper-parameters-differ",
-    Severity.ERROR,
-    supersedes={"DDP701": same_subject},
-)
+@rule("DDP702", "hyper-parameters-differ", Severity.ERROR, supersedes={"DDP701": same_subject})
 def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
     """The optimizer's hyper-parameters differ between ranks.
 
@@ -465,12 +460,7 @@ def hyper_parameters_differ(run: Run) -> Iterator[Finding]:
         )
 
 
-@rule(
-    "DDP703",
-    "optimizer-state-differs",
-    Severity.ERROR,
-    supersedes={"DDP701": same_subject},
-)
+@rule("DDP703", "optimizer-state-differs", Severity.ERROR, supersedes={"DDP701": same_subject})
 def optimizer_state_differs(run: Run) -> Iterator[Finding]:
     """The optimizer's state was loaded on some ranks only, and has differed since then.
 

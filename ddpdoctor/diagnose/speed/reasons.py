@@ -326,12 +326,7 @@ def _reason(
 
 
 def _for_counters(
-    run: Run,
-    lag: Lag,
-    mine: Profile,
-    others: Sequence[Profile],
-    place: Spot | None,
-    works: bool,
+    run: Run, lag: Lag, mine: Profile, others: Sequence[Profile], place: Spot | None, works: bool
 ) -> Reason | None:
     """Explain a surplus by garbage collection, threads, page faults or the core's clock."""
     if _more(mine, others, "gc") >= MIN_WAITED * lag.gap:

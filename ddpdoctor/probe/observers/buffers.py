@@ -232,10 +232,7 @@ def _with_values(record: OtherModelRecord) -> Callable[[list[Any]], OtherModelRe
 
 
 def _write(
-    state: RankState,
-    record: BuffersRecord | StatisticsRecord,
-    tensors: Sequence[Any],
-    sampled: int,
+    state: RankState, record: BuffersRecord | StatisticsRecord, tensors: Sequence[Any], sampled: int
 ) -> None:
     """Write a record with hashes of tensors, and elements of the first ones."""
     with sys.modules["torch"].no_grad():

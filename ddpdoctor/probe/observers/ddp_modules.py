@@ -253,10 +253,7 @@ def not_applied(
 
 def _prefix(missing: Sequence[str], unexpected: Sequence[str]) -> tuple[str, str]:
     """Return the prefix that most names have on one side only, and the side."""
-    for of, short, long in (
-        ("checkpoint", missing, unexpected),
-        ("model", unexpected, missing),
-    ):
+    for of, short, long in (("checkpoint", missing, unexpected), ("model", unexpected, missing)):
         first = next((name for name in long if name.endswith("." + short[0])), "")
         prefix = first[: len(first) - len(short[0])]
         known = set(long)
