@@ -31,8 +31,7 @@ class Guard:
     """A condition on the rank, and the lines that it decides on."""
 
     path: str
-    line: int
-    """The line of the condition."""
+    line: int  # The line of the condition
     start: int
     end: int
     way: str = ""

@@ -30,8 +30,7 @@ _ON_ONE = re.compile(
     re.IGNORECASE,
 )
 
-_TRIED_RANKS = range(8)
-"""Ranks for which conditions are evaluated."""
+_TRIED_RANKS = range(8)  # Ranks for which conditions are evaluated
 
 _UNKNOWN = object()
 _COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], object]] = {
@@ -54,10 +53,8 @@ _PLAIN_CALLS = (
 class Words:
     """Names of variables, attributes and functions that a file uses for the rank."""
 
-    numbers: frozenset[str] = frozenset()
-    """Names that hold a rank."""
-    conditions: frozenset[str] = frozenset()
-    """Names of conditions that are true on some ranks only."""
+    numbers: frozenset[str] = frozenset()  # Names that hold a rank
+    conditions: frozenset[str] = frozenset()  # Names of conditions that are true on some ranks only
 
     def __or__(self, other: Words) -> Words:
         return Words(self.numbers | other.numbers, self.conditions | other.conditions)

@@ -20,8 +20,7 @@ from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.training import SiteRecord
 from ddpdoctor.run.snapshot import Run
 
-MAX_FILES = 64
-"""Maximum number of user files to read."""
+MAX_FILES = 64  # Maximum number of user files to read
 
 T = TypeVar("T")
 Scope: TypeAlias = "ast.Module | ast.FunctionDef | ast.AsyncFunctionDef"

@@ -63,8 +63,7 @@ _OPERATORS: dict[str, type[ast.operator]] = {
 _CONSTANT = re.compile(r"""\b(?:nan|inf|infinity)\b""", re.IGNORECASE)
 """A constant that is not finite: `float("nan")`, `math.inf`, `torch.nan`."""
 
-MAX_CANDIDATES = 3
-"""Maximum number of candidate lines to name."""
+MAX_CANDIDATES = 3  # Maximum number of candidate lines to name
 
 
 def operation_lines(
@@ -140,20 +139,14 @@ def _operations(function: Scope, operations: Collection[str]) -> Iterator[tuple[
 _COLLECTIVE = re.compile(r"(all_reduce|broadcast|all_gather|reduce)(_|$)")
 """Collectives that can average parameters."""
 
-_AVERAGERS = ("PostLocalSGDOptimizer", "LocalSGD", "DiLoCo")
-"""Classes that average parameters."""
+_AVERAGERS = ("PostLocalSGDOptimizer", "LocalSGD", "DiLoCo")  # Classes that average parameters
 
 _MODEL = re.compile(r"param|state_dict|weights?\b", re.IGNORECASE)
 _GRADIENT_WORD = re.compile(r"grad", re.IGNORECASE)
 
-BEFORE = -1
-"""Stands for the step if a rank has run a call and recorded no parameters since."""
-
-_STATES = (UnreducedRecord, TogetherRecord, FingerprintRecord)
-"""Records of parameters after a step."""
-
-MAX_DEPTH = 4
-"""Maximum number of assignments through which a collective's argument is followed."""
+BEFORE = -1  # Stands for the step if a rank has run a call and recorded no parameters since
+_STATES = (UnreducedRecord, TogetherRecord, FingerprintRecord)  # Records of parameters after a step
+MAX_DEPTH = 4  # Maximum number of assignments through which a collective's argument is followed
 
 
 def averaging_pending(run: Run) -> bool:
@@ -375,8 +368,7 @@ _LENGTH = re.compile(r"total|steps|iter|t_?max|decay|horizon", re.IGNORECASE)
 """Names of the length of a schedule."""
 
 
-_GLOBAL = re.compile(r"global|effective|total_batch", re.IGNORECASE)
-"""Names of a global batch size."""
+_GLOBAL = re.compile(r"global|effective|total_batch", re.IGNORECASE)  # Names of a global batch size
 
 
 def steps_of_all_data(run: Run) -> Location | None:
@@ -539,8 +531,7 @@ class Write:
 
     location: Location
     what: WriteTarget
-    function: str
-    """The function around the line. Empty at module level."""
+    function: str  # The function around the line. Empty at module level.
 
 
 def written_on_some_ranks(run: Run, what: WriteTarget) -> list[Location]:

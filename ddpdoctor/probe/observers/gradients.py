@@ -64,9 +64,7 @@ STEP_IN_NO_SYNC = "step in no_sync"
 NO_BACKWARD = "no backward"
 """The cause if an optimizer steps after a forward without backward, as with ``autograd.grad``."""
 
-OUTSIDE = "outside"
-"""The cause if parameters belong to no DDP module."""
-
+OUTSIDE = "outside"  # The cause if parameters belong to no DDP module
 MAX_CONSTANT_LOSSES = 16  # maximum number of records
 MAX_MEASURED = 4  # maximum number of parameters whose norms are in a record
 DENSE_UNREDUCED = 10  # number of first unreduced steps per kind, all measured; then powers of two
