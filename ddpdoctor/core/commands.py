@@ -37,11 +37,8 @@ _PROGRAM = (
 def in_own_process(*words: str, module: str = "ddpdoctor.cli") -> list[str]:
     """Return the command that runs ddpdoctor in another process of this Python.
 
-    The working directory is not on its path, since a script's own ``json.py`` may be there.
-
-    Args:
-        words: What follows ``ddpdoctor`` on the command line.
-        module: The module whose ``main`` reads them.
+    The working directory is not on its path, since a script's own ``json.py`` may be there. The
+    ``main`` of ``module`` reads the words.
     """
     here = str(Path(__file__).parents[2])
     return [sys.executable, "-c", _PROGRAM.format(module), here, *words]

@@ -188,16 +188,8 @@ def rule(
 ) -> Callable[[Page], Page]:
     """Register a rule, whose page is the docstring of what is decorated.
 
-    Args:
-        code: The code of its findings.
-        name: A name for it.
-        severity: The usual severity of its findings. Some may carry a milder one.
-        detect: A function that serves several rules. Without it, the decorated function.
-        supersedes: See :class:`Rule`.
-        yields_to: See :class:`Rule`.
-        lapses: See :class:`Rule`.
-        twice: See :class:`Rule`.
-        late: See :class:`Rule`.
+    The arguments are the fields of :class:`Rule`. Some findings may carry a milder severity.
+    Without ``detect``, the decorated function finds the faults.
 
     Raises:
         ValueError: The code is taken.
@@ -240,11 +232,7 @@ def examine(
 
     Equal findings of several attempts are reported for the last one. All rules run before their
     relations are applied, so a consequence of a consequence is left out as well.
-
-    Args:
-        run: The snapshot.
-        rules: The rules to apply.
-        failed: Called if a rule raises an exception. If missing, the exception is passed on.
+    ``failed`` is called if a rule raises an exception. If missing, the exception is passed on.
     """
     said: dict[object, Finding] = {}
     judging = {each.code: each for each in rules if each.late or not run.late}

@@ -255,11 +255,8 @@ def shown(text: str, keep: str = "") -> str:
     r"""Escape control characters as ``\x1b``, ``\x9b`` or ``\u202e``.
 
     These are C0 and C1, marks that change the direction of text, other invisible marks, line
-    separators, and lone surrogates, which stand for file names that are not UTF-8.
-
-    Args:
-        text: Any text.
-        keep: Control characters to keep: newlines and tabs if the caller lays out lines.
+    separators, and lone surrogates, which stand for file names that are not UTF-8. Those in
+    ``keep`` stay: newlines and tabs if the caller lays out lines.
     """
     if text.isprintable():
         return text

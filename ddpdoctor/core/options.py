@@ -379,10 +379,7 @@ class Parser:
     ) -> Given:
         """Parse the words after a command.
 
-        Args:
-            words: The words.
-            others: Options of another command. If given, these and torchrun's are passed on.
-            torchrun: Returns torchrun's options.
+        If there are ``others``, the options of another command, these and torchrun's are passed on.
 
         Raises:
             DoctorError: An option is unknown, or its value is missing or wrong.

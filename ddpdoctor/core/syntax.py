@@ -60,11 +60,7 @@ def walk(node: ast.AST) -> list[ast.AST]:
 
 
 class Tree:
-    """The nodes of a file, outer ones first, and what is around each of them.
-
-    Args:
-        tree: The file's module.
-    """
+    """The nodes of a file, outer ones first, and what is around each of them."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.tree = tree

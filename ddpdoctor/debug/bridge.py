@@ -95,13 +95,7 @@ def _serve(client: socket.socket, command: Sequence[str]) -> None:
 
 
 def copy(connection: socket.socket, source: int, target: int) -> None:
-    """Copy between a socket and two descriptors until one side ends.
-
-    Args:
-        connection: The socket.
-        source: Data from this descriptor goes to the socket.
-        target: Data from the socket goes to this descriptor.
-    """
+    """Copy from ``source`` to a socket, and from there to ``target``, until one side ends."""
     client = connection.fileno()
     with contextlib.suppress(OSError):
         while True:

@@ -38,22 +38,15 @@ class SilentError(Exception):
 
 
 class RankLink:
-    """The control connection of one process of the job.
-
-    Attributes:
-        pid: Its pid in its own namespace.
-        rank: Its global rank. None while unknown.
-        local_rank: None if its launcher has no local ranks.
-        world_size: None while unknown.
-        local_world_size: The number of ranks of this node. None if its launcher does not say.
-    """
+    """The control connection of one process of the job."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.pid = 0
-        self.rank: int | None = None
-        self.local_rank: int | None = None
-        self.world_size: int | None = None
+        self.pid = 0  # In its own namespace
+        self.rank: int | None = None  # Its global rank. None while unknown.
+        self.local_rank: int | None = None  # None if its launcher has no local ranks
+        self.world_size: int | None = None  # None while unknown
         self.local_world_size: int | None = None
+        """The number of ranks of this node. None if its launcher does not say."""
         self._reader = reader
         self._writer = writer
         self._answers: dict[int, asyncio.Future[Message]] = {}

@@ -79,26 +79,16 @@ def connect(run: Run, rank: int) -> socket.socket:
 
 
 class Session:
-    """The debugger session of one rank.
-
-    Attributes:
-        rank: The rank.
-        thread: The stopped thread. None while the rank runs.
-        why: Why it stopped, in a few words.
-        selected: The index of the frame that commands use, 0 for the innermost.
-        over: Why the session has ended. Empty before that.
-        is_seen: Whether the user has seen the stop.
-        output: debugpy's output that the user has not seen yet.
-    """
+    """The debugger session of one rank."""
 
     def __init__(self, rank: int, connection: socket.socket, news: threading.Condition) -> None:
         self.rank = rank
-        self.thread: int | None = None
-        self.why = ""
-        self.selected = 0
-        self.over = ""
-        self.is_seen = True
-        self.output = ""
+        self.thread: int | None = None  # The stopped thread. None while the rank runs.
+        self.why = ""  # Why it stopped, in a few words
+        self.selected = 0  # The index of the frame that commands use, 0 for the innermost
+        self.over = ""  # Why the session has ended. Empty before that.
+        self.is_seen = True  # Whether the user has seen the stop
+        self.output = ""  # debugpy's output that the user has not seen yet
         self._frames: list[Frame] = []
         self._connection = connection
         connection.settimeout(None)
@@ -431,12 +421,8 @@ def ask(
 ) -> dict[int, dict[str, Any]]:
     """Send each rank a request with the number of a step. Return the responses by rank.
 
-    Args:
-        run: The run.
-        ranks: The ranks to ask.
-        command: A key of :data:`ddpdoctor.debug.clients.AT_STEP`.
-        lead: Seconds until the step, so that all ranks have been asked by then.
-        arguments: Other arguments of the command.
+    ``command`` is a key of :data:`ddpdoctor.debug.clients.AT_STEP`. The step begins in ``lead``
+    seconds, so that all ranks have been asked by then.
     """
     found: dict[int, dict[str, Any]] = {}
     sessions: dict[int, Session] = {}

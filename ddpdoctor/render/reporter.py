@@ -247,11 +247,7 @@ class Reporter:
             self.note("watch it: `ddpdoctor top` in another terminal")
 
     def tell_source(self, timeout: float = 0.0) -> None:
-        """Print the errors in the job's code, one per line, once they are known.
-
-        Args:
-            timeout: Wait at most this many seconds for them.
-        """
+        """Print the errors in the job's code, and wait at most ``timeout`` seconds for them."""
         if self._source is None:
             return
         errors = self._source.news(timeout)

@@ -200,12 +200,9 @@ class Judged:
 
 
 def judge(name: str, change: Change, limit: float) -> Judged:
-    """Compare a change with a limit.
+    """Compare a change with the largest allowed increase, relative to the first run.
 
-    Args:
-        name: Name of the limit.
-        change: A change. For times, ``noise`` is needed.
-        limit: Largest allowed increase, relative to the first run.
+    For times, the change needs its ``noise``.
     """
     unknown = ""
     if not change.before or not change.after:

@@ -162,15 +162,8 @@ def lag_of(
 ) -> Lag | None:
     """Return a rank's lag behind the others in common steps. None if it has none.
 
-    Args:
-        rank: The rank.
-        mine: Its steps, or means of several.
-        others: The same of the other ranks.
-        common: The numbers of the steps to compare.
-        gpu: Whether they were timed on a GPU.
-        lasting: Minimum span in nanoseconds to show that others use the rank's core.
-        few: Whether the steps are few.
-        stretches: Whether the steps are means over stretches of steps.
+    With ``stretches``, the steps are means over stretches of steps. ``lasting`` is the minimum span
+    in nanoseconds to show that others use the rank's core.
     """
 
     def here(of: Callable[[StepRecord], float]) -> float:

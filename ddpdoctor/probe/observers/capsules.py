@@ -49,9 +49,7 @@ class LossFollower:
 
     A mode of torch's functions is on the stack from the end of a forward until the optimizer's
     step, and only if there is no other one, so that no other can be taken off in its place.
-
-    Args:
-        copied: Copies a tensor to the CPU.
+    ``copied`` copies a tensor to the CPU.
     """
 
     def __init__(self, copied: Callable[[Any], Any]) -> None:

@@ -460,13 +460,8 @@ class Flight:
     """Write the Flight Recorder's entries for the supervisor into a file of the run directory.
 
     Write all entries: only a comparison with other ranks shows which one matters, and this rank may
-    be many calls past that one.
-
-    Args:
-        directory: The run directory.
-        path: The file to answer in.
-        ring: The rank's ring of collectives.
-        tracker: The rank's steps: its newest backward passes, and its device's clock.
+    be many calls past that one. ``path`` is the file to answer in, ``ring`` that of the rank's
+    collectives. ``tracker`` has its newest backward passes, and its device's clock.
 
     Raises:
         OSError: The run directory has no file of requests.
