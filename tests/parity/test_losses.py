@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from ddpdoctor.probe.observers.capsules import LossFollower
+from ddpdoctor.probe.observers.loss_calls import LossFollower
 from ddpdoctor.probe.runtime.torch_private import function_mode
 from ddpdoctor.replay import gradients, losses
 from ddpdoctor.replay.losses import NotFollowedError
