@@ -173,6 +173,7 @@ def _by_rank(failed: Collection[int], all_: Sequence[Occurrence]) -> str:
 _AMOUNT = r"([\d.]+) ([KMG])iB"
 _CAPACITY = re.compile(rf"total capaci?ty of {_AMOUNT}|{_AMOUNT} total capacity")
 _FREE = re.compile(rf"{_AMOUNT} (?:is )?free")
+_ALLOWED = re.compile(rf"{_AMOUNT} allowed")
 _USED = re.compile(rf"{_AMOUNT} (?:is allocated by PyTorch|already allocated)")
 _UNUSED = re.compile(rf"{_AMOUNT} is reserved by PyTorch but unallocated")
 _RESERVED = re.compile(rf"{_AMOUNT} reserved in total")
@@ -184,7 +185,15 @@ _MUCH = 0.15  # Share of a GPU's memory that is worth a remark
 def for_memory(first: Occurrence) -> str:
     """Return who holds the memory of a GPU, as the message of torch's allocator shows it."""
     capacity, free, used = (_gib(each, first.text) for each in (_CAPACITY, _FREE, _USED))
-    if not capacity or not used or name_of(first) != "gpu-memory":
+    if not capacity or not used or not name_of(first).startswith("gpu-memory"):
+        return ""
+    allowed = _gib(_ALLOWED, first.text)
+    if 0 < allowed < (1 - _MUCH) * capacity:
+        return (
+            f"The process may use {allowed:.1f} of the GPU's {capacity:.1f} GiB: see its share "
+            f"(torch.cuda.set_per_process_memory_fraction). {_SMALLER}"
+        )
+    if name_of(first) == "gpu-memory-refused":
         return ""
     unused = _gib(_UNUSED, first.text) or max(0.0, _gib(_RESERVED, first.text) - used)
     others = capacity - free - used - unused
