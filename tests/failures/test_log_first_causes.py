@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.log_lines import RAISED, one
+from tests.support.log_lines import RAISED, STEPS, TIMEOUT, one
 
 _OLD_MEMORY = (
     "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate {} (GPU 0; 11.99 GiB total "
@@ -48,3 +48,52 @@ def test_a_share_of_the_gpu_is_not_held_by_others(message: str) -> None:
 def test_memory_that_is_full_has_no_other_cause() -> None:
     found = one(RAISED.format(_NEW_MEMORY.format("2.00 GiB", "512.00 MiB", "")))
     assert found.message.endswith("ran out of GPU memory when it wanted 2.00 GiB")
+
+
+_LISTS = '  File "/job/fairseq/distributed_utils.py", line 229, in all_gather_list\n    loads(b)\n'
+_OBJECTS = (
+    '  File "/opt/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 2063, '
+    "in _tensor_to_object\n    return _unpickler(buf).load()\n"
+)
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        "Exception: Unable to unpickle data from other workers. all_gather_list requires all",
+        _LISTS + "_pickle.UnpicklingError: invalid load key, '\\x00'.",
+        _OBJECTS + "_pickle.UnpicklingError: pickle data was truncated",
+        _OBJECTS + "EOFError: Ran out of input",
+    ],
+)
+def test_ranks_out_of_step_read_data_of_another_collective(raised: str) -> None:
+    found = one(RAISED.format(raised))
+    assert found.code == "DDP803"
+    assert "out of step" in found.message
+    # Where another rank shows why, that is the cause.
+    of_memory = RAISED.format("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate")
+    assert one(RAISED.format(raised) + of_memory).code == "DDP928"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        TIMEOUT.format(1, 5, "ALLREDUCE", 8).replace("600000", "1").replace("600021", "46"),
+        TIMEOUT.format(1, 5, "ALLREDUCE", 8).replace("600000", "1800").replace("600021", "1846"),
+        RAISED.format("RuntimeError: [/g/unbound_buffer.cc:81] Timed out waiting 30ms for recv op")
+        .replace("recv op", "recv operation to complete"),
+        RAISED.format("torch.distributed.DistStoreError: wait timeout after 60ms, keys: /a/b"),
+    ],
+)  # fmt: skip
+def test_a_timeout_of_milliseconds_is_the_cause(line: str) -> None:
+    found = one(STEPS + line)
+    assert (found.code, "its timeout is too short" in found.message) == ("DDP907", True)
+    assert "timedelta" in found.fix
+    assert one(STEPS + line + RAISED.format("KeyError: 5")).code == "DDP901"
+
+
+def test_a_short_timeout_makes_no_rank_late() -> None:
+    short = "".join(
+        TIMEOUT.format(rank, 9 - rank, "ALLREDUCE", 8).replace("=600000", "=1") for rank in (0, 1)
+    )
+    assert "held the job up" not in one(short).message

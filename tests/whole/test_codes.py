@@ -32,7 +32,10 @@ RULES_AND_LOGS = {
     "DDP502": ("a checkpoint has the keys of DDP's wrapper", {"wrapper-prefix"}),
     "DDP503": ("a checkpoint is loaded onto the GPU that saved it", {"no-map-location"}),
     "DDP707": ("the ranks have different models", {"models-differ"}),
-    "DDP803": ("the ranks call different collectives", {"collectives-differ"}),
+    "DDP803": (
+        "the ranks call different collectives",
+        {"collectives-differ", "object-of-another-collective", "unpickled-from-peers"},
+    ),
     "DDP808": ("a rank waits for input", {"pdb-quit"}),
     "DDP813": (
         "ranks or nodes never came to the rendezvous",
