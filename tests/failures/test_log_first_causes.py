@@ -97,3 +97,35 @@ def test_a_short_timeout_makes_no_rank_late() -> None:
         TIMEOUT.format(rank, 9 - rank, "ALLREDUCE", 8).replace("=600000", "=1") for rank in (0, 1)
     )
     assert "held the job up" not in one(short).message
+
+
+_SHM = "RuntimeError: unable to open shared memory object </torch_7_8> in read-write mode"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "RuntimeError: received 0 items of ancdata",
+        "OSError: [Errno 24] Too many open files",
+        _SHM + ": Too many open files (24)",
+    ],
+)
+def test_shared_memory_that_cannot_be_opened_for_want_of_files(more: str) -> None:
+    for text in (RAISED.format(_SHM) + RAISED.format(more), RAISED.format(more)):
+        assert one(text).code == "DDP006"
+
+
+def test_shared_memory_that_is_full_where_files_are_left() -> None:
+    full = RAISED.format(_SHM + ": No space left on device (28)")
+    assert one(full).code == "DDP005"
+
+
+def test_a_bus_error_explains_a_worker_that_exited() -> None:
+    exited = RAISED.format("RuntimeError: DataLoader worker (pid(s) 25) exited unexpectedly")
+    assert one("Bus error (core dumped)\n" + exited).code == "DDP904"
+    assert "--shm-size" in one(exited).fix
+
+
+def test_a_worker_whose_own_exception_is_missing() -> None:
+    found = one(RAISED.format("OSError: Caught OSError in DataLoader worker process 3."))
+    assert "num_workers=0" in found.fix
