@@ -120,6 +120,37 @@ def test_shared_memory_that_is_full_where_files_are_left() -> None:
     assert one(full).code == "DDP005"
 
 
+@pytest.mark.parametrize(
+    ("raised", "step"),
+    [
+        ("AttributeError: module 'wandb' has no attribute 'init'", "named wandb hides"),
+        ("AttributeError: module 'torch' has no attribute 'nn'", "named torch hides"),
+        ("ModuleNotFoundError: No module named 'torch.nn'; 'torch' is not a package", "torch.py"),
+        ("AttributeError: partially initialized module 'queue' has no attribute 'Queue' (most "
+         "likely due to a circular import)", "named queue hides"),
+        ("AttributeError: module 'random' has no attribute 'seed' (consider renaming "
+         "'/job/random.py' since it has the same name as the standard library module named",
+         "/job/random.py hides"),
+        ("ImportError: cannot import name 'load_dataset' from 'datasets' (unknown location)",
+         "named datasets hides"),
+        ("ImportError: cannot import name 'load_dataset' from 'datasets' (/job/datasets/a.py)",
+         "/job/datasets/a.py"),
+    ],
+)  # fmt: skip
+def test_a_module_behind_a_file_of_the_user(raised: str, step: str) -> None:
+    fix = one(RAISED.format(raised)).fix
+    assert step in fix
+    assert "pip show" not in fix
+
+
+def test_a_module_of_another_version_is_not_hidden() -> None:
+    for raised in (
+        "AttributeError: module 'wandb' has no attribute 'plots'",
+        "ImportError: cannot import name 'x' from 'a' (/opt/lib/python3.11/site-packages/a/b.py)",
+    ):
+        assert "pip show" in one(RAISED.format(raised)).fix
+
+
 def test_a_bus_error_explains_a_worker_that_exited() -> None:
     exited = RAISED.format("RuntimeError: DataLoader worker (pid(s) 25) exited unexpectedly")
     assert one("Bus error (core dumped)\n" + exited).code == "DDP904"
@@ -129,3 +160,13 @@ def test_a_bus_error_explains_a_worker_that_exited() -> None:
 def test_a_worker_whose_own_exception_is_missing() -> None:
     found = one(RAISED.format("OSError: Caught OSError in DataLoader worker process 3."))
     assert "num_workers=0" in found.fix
+
+
+def test_asking_for_a_rank_is_no_collective() -> None:
+    cut = RAISED.format(
+        '  File "/lib/python3/site-packages/torch/distributed/distributed_c10d.py", line 688,'
+        " in get_rank\n    group = _get_default_group()"
+    )
+    found = one(cut)
+    assert "collective" not in found.message
+    assert "init_process_group" in found.fix
