@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import html
 import json
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import PurePath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ddpdoctor.core.finding import Finding
 from ddpdoctor.core.opening import whole
@@ -163,6 +164,8 @@ _SAID = (
 )
 """Keys of the texts in a record in JSON, as docker and structured loggers write a line."""
 
+_EVENT = "torchelastic.worker.status."
+
 _MAX_NESTED = 3  # Maximum depth of records within a record
 
 _ELEMENT = re.compile(r'\s*"((?:[^"\\]|\\.)*?)(?:\\n)?",?\s*$')
@@ -256,6 +259,8 @@ def _mark_of(text: str) -> str:
 
 def _unquoted(text: str) -> list[str]:
     """Return the lines in one: of a traceback in JSON or a ``repr``, and of joined lines."""
+    if text.startswith("{") and _EVENT in text:
+        return (_of_record(text) or text).split("\n")
     if text.startswith("{") and "py_callstack" not in text:
         text = _of_record(text) or text
     if (reported := _REPORTED.match(text)) is not None:
@@ -281,7 +286,21 @@ def _of_record(text: str) -> str:
         record = json.loads(text)
     except (ValueError, RecursionError):
         return ""
+    if _EVENT in str(record.get("name")):
+        return _of_event(record)
     return "\n".join(_texts(record, _MAX_NESTED)).rstrip()
+
+
+def _of_event(event: dict[str, Any]) -> str:
+    """Return the lines of an event of a worker in torch: its traceback, or its status."""
+    metadata = event.get("metadata")
+    if not isinstance(metadata, dict):
+        return str(event["name"])
+    lines = [event["name"]]
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        error = json.loads(metadata["raw_error"])["message"]
+        lines = error["extraInfo"]["py_callstack"].splitlines()
+    return "\n".join(f"[rank{metadata.get('global_rank')}]: {each}" for each in lines)
 
 
 def _texts(value: object, depth: int) -> Iterator[str]:

@@ -179,7 +179,10 @@ def _without_teardown(occurrences: Sequence[Occurrence]) -> list[Occurrence]:
 
 _COMPLETES = {
     "unused-listed": ("unused-parameters", "outputs-without-loss"),
-    "first-process": ("first-exit", "killed-status", "crash-status", "abort-status", "bus-error"),
+    "first-process": (
+        *("first-exit", "killed-status", "crash-status", "illegal-instruction", "abort-status"),
+        "bus-error",
+    ),
 }
 """Lines that say more of another failure, with the names of those."""
 

@@ -48,7 +48,7 @@ _NUMBERS = b"0123456789."
 
 AT_THE_END = (
     "left-behind", "store-barrier-waits", "lightning-member", "loss-scale-falls",
-    "semaphores-refused", "unused-listed", "first-process",
+    "semaphores-refused", "unused-listed", "first-process", "group-restarts",
 )  # fmt: skip
 """Entries that are found at both ends of a log only, and count only if nothing follows."""
 

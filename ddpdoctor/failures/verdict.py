@@ -196,7 +196,7 @@ def _was(ranks: tuple[int, ...]) -> str:
 
 
 _OF_GPU = re.compile(r"(?i)cuda|nvidia|nccl|gpu|driver")
-_STATUSES = ("exit-status", "crash-status", "bus-error", "abort-status")
+_STATUSES = ("exit-status", "crash-status", "illegal-instruction", "bus-error", "abort-status")
 """Ends of processes as their launcher reports them, which may follow from other ends."""
 
 ONE_RUN = 7 * 86_400.0

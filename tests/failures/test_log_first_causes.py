@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from tests.support.log_lines import RAISED, STEPS, TIMEOUT, one
+from ddpdoctor.failures.log import read
+from ddpdoctor.failures.verdict import findings
+from tests.support.log_lines import FAILED, RAISED, STEPS, TIMEOUT, one
 
 _OLD_MEMORY = (
     "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate {} (GPU 0; 11.99 GiB total "
@@ -151,15 +155,97 @@ def test_a_module_of_another_version_is_not_hidden() -> None:
         assert "pip show" in one(RAISED.format(raised)).fix
 
 
+def _event(state: str, raw_error: object) -> str:
+    metadata = {"global_rank": 3, "state": state, "raw_error": json.dumps(raw_error)}
+    name = f"torchelastic.worker.status.{state}"
+    return json.dumps({"name": name, "source": "WORKER", "metadata": metadata}) + "\n"
+
+
+_ERROR_FILE = {
+    "message": "ValueError: bad label",
+    "extraInfo": {
+        "py_callstack": 'Traceback (most recent call last):\n  File "/job/train.py", line 4, in f\n'
+        "    g()\nValueError: bad label\n",
+        "timestamp": "17",
+    },
+}
+
+
+def test_an_event_of_torchelastic_names_the_rank_and_what_it_raised() -> None:
+    found = one(_event("FAILED", {"message": _ERROR_FILE}))
+    assert (found.message, found.ranks) == ("rank 3 raised ValueError: bad label", (3,))
+    assert found.location is not None and found.location.line == 4
+    unknown = one(_event("FAILED", {"message": "<NONE>"}))
+    assert (unknown.code, unknown.ranks) == ("DDP907", (3,))
+    assert not findings(read("job.log", [_event("SUCCEEDED", None).encode()]))
+
+
 def test_a_bus_error_explains_a_worker_that_exited() -> None:
     exited = RAISED.format("RuntimeError: DataLoader worker (pid(s) 25) exited unexpectedly")
     assert one("Bus error (core dumped)\n" + exited).code == "DDP904"
     assert "--shm-size" in one(exited).fix
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "Illegal instruction (core dumped)",
+        "Fatal Python error: Illegal instruction",
+        "  exitcode  : -4 (pid: 77)",
+        "[ERROR] [launch.py:321:sigkill_handler] ['python', 'a.py'] exits with return code = -4",
+        "mp.spawn.ProcessExitedException: process 0 terminated with signal SIGILL",
+        "command terminated with exit code 132",
+        "srun: error: n3: task 5: Illegal instruction (core dumped)",
+        "mpirun noticed that process rank 3 with PID 9 on node n exited on signal 4 (Ill",
+        "*** SIGILL received at time=1755448771 on cpu 2 ***",
+    ],
+)
+def test_an_illegal_instruction_is_a_cpu_that_lacks_it(line: str) -> None:
+    found = one(line + "\n")
+    assert (found.code, "/proc/cpuinfo" in found.fix) == ("DDP904", True)
+    assert "/proc/cpuinfo" not in one("Segmentation fault (core dumped)\n").fix
+
+
+_RESTART = (
+    "INFO:torch.distributed.elastic.agent.server.api:[default] Worker group FAILED. 3/3 attempts "
+    "left; will restart worker group\n"
+)
+
+
+def test_a_log_that_ends_with_a_restart_is_not_met_with_silence() -> None:
+    found = one(STEPS + _RESTART)
+    assert (found.code, "restart" in found.message) == ("DDP907", True)
+    assert "missing: the output of the rank that failed first" in found.evidence
+    assert one(FAILED.format("bad") + _RESTART).message == "rank 1 raised ValueError: bad"
+
+
+def test_a_job_that_was_restarted_and_finished_is_healthy() -> None:
+    log = STEPS + _RESTART + STEPS * 3 + "Training finished\n"
+    assert all(each.severity == 1 for each in findings(read("job.log", [log.encode()])))
+
+
+@pytest.mark.parametrize("cut", [" exited on sig", " exited on signal 9", ""])
+def test_a_report_of_mpirun_that_is_cut_names_its_rank(cut: str) -> None:
+    found = one(STEPS + f"mpirun noticed that process rank 3 with PID 0 on node algo-1{cut}\n")
+    assert found.ranks == (3,)
+
+
+@pytest.mark.parametrize("more", ["", "Aborted (core dumped)\n"])
+def test_a_gpu_of_amd_that_hangs_is_the_cause(more: str) -> None:
+    line = "HW Exception by GPU node-2 (Agent handle: 0x5580f0) reason :GPU Hang\n"
+    found = one(STEPS + f":0:rocdevice.cpp :2675: 1010.0 us: [pid:77] {line}{more}")
+    assert (found.code, "hang" in found.message) == ("DDP930", True)
+
+
 def test_a_worker_whose_own_exception_is_missing() -> None:
     found = one(RAISED.format("OSError: Caught OSError in DataLoader worker process 3."))
     assert "num_workers=0" in found.fix
+
+
+def test_an_error_of_gloo_without_an_exception_is_what_aborted() -> None:
+    gloo = "[/pytorch/third_party/gloo/gloo/transport/uv/libuv.h:596] uv_accept: invalid argument\n"
+    found = one(gloo + "*** SIGABRT received at time=1734086759 ***\n")
+    assert "uv_accept: invalid argument" in found.message
 
 
 def test_asking_for_a_rank_is_no_collective() -> None:
@@ -170,3 +256,11 @@ def test_asking_for_a_rank_is_no_collective() -> None:
     found = one(cut)
     assert "collective" not in found.message
     assert "init_process_group" in found.fix
+
+
+def test_the_status_of_a_command_of_the_old_launcher_is_said() -> None:
+    text = (
+        "subprocess.CalledProcessError: Command '['/usr/bin/python', '-u', 'train.py', "
+        "'--local_rank=3']' returned non-zero exit status 2.\n"
+    )
+    assert "status 2" in one(text).message
