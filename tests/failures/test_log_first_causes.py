@@ -264,3 +264,8 @@ def test_the_status_of_a_command_of_the_old_launcher_is_said() -> None:
         "'--local_rank=3']' returned non-zero exit status 2.\n"
     )
     assert "status 2" in one(text).message
+
+
+def test_a_process_that_was_spawned_is_named_by_its_status() -> None:
+    text = "mp.spawn.ProcessExitedException: process 2 terminated with exit code 1"
+    assert one(text + "\n").ranks == (2,)
