@@ -32,6 +32,9 @@ _IN_WORKER = re.compile(r"_utils[/\\]worker\.py\"|Caught \w+ in DataLoader worke
 _RAISES = re.compile(r"\n +raise\b[^\n]*\n(?! *File )[^\n]*\Z")
 """The end of a traceback whose innermost line raises its exception itself."""
 
+_CONDITION = re.compile(r"[^\n]* ASSERT FAILED at \S+, please report a bug to PyTorch\.?")
+"""The C++ code of an assertion, whose words are names of variables."""
+
 _COLLATES = re.compile(r"_utils[/\\]collate\.py\"")
 
 
@@ -101,7 +104,8 @@ def for_exception(first: Occurrence, failed: Collection[int], all_: Sequence[Occ
             )
         own = f"{known.usual} {_CUT}" if known is not None else _CUT
     if not own and not worker:
-        own = f"{of_text(first.text, advice=WORDS)} {_by_place(first)}".strip()
+        said = _CONDITION.sub("", first.text)
+        own = f"{of_text(said, advice=WORDS)} {_by_place(first)}".strip()
     rest = _CUT if is_handled(first.text) else ""
     steps = [*filter(None, (worker, own, rest, _by_rank(failed, all_)))]
     others = any(e.rank is not None and e.rank not in failed for e in all_)

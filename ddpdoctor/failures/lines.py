@@ -199,7 +199,7 @@ _OF_FILE = re.compile(
 _TORCHRUN_FILE = re.compile(r"^(?:stderr|stdout)\.log$|^error\.json$")
 _LIBRARY = re.compile(
     r"[/\\]lib(?:64)?[/\\]python\d|[/\\](?:site|dist)-packages[/\\]"
-    r"|[/\\]bin[/\\](?:torchrun|accelerate|deepspeed)$"
+    r"|[/\\]bin[/\\][\w-]+$"  # A console script
     r"|[/\\]torch[/\\](?:distributed|cuda|nn|utils|autograd|optim)[/\\]"
     r"|[/\\](?:Python\d\w*|\w+conda\d?|envs[/\\][^/\\]+)[/\\][Ll]ib[/\\]"
 )

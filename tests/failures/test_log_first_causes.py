@@ -269,3 +269,36 @@ def test_the_status_of_a_command_of_the_old_launcher_is_said() -> None:
 def test_a_process_that_was_spawned_is_named_by_its_status() -> None:
     text = "mp.spawn.ProcessExitedException: process 2 terminated with exit code 1"
     assert one(text + "\n").ranks == (2,)
+
+
+@pytest.mark.parametrize(
+    ("frame", "doing"),
+    [
+        ('/lib/torch/distributed/checkpoint/state_dict_loader.py", line 9, in load', "loaded"),
+        ('/lib/torch/distributed/checkpoint/state_dict_saver.py", line 9, in save', "saved"),
+        ('/lib/torch/distributed/checkpoint/filesystem.py", line 9, in _write_item', "saved"),
+        ('/lib/torch/distributed/checkpoint/filesystem.py", line 9, in read_data', "loaded"),
+        ('/lib/torch/distributed/fsdp/_runtime_utils.py", line 9, in _pre_forward', "in FSDP"),
+    ],
+)
+def test_a_folder_of_the_user_does_not_say_what_its_rank_did(frame: str, doing: str) -> None:
+    own = '  File "/job/engines/fsdp/strategy/base.py", line 257, in apply\n    x()\n'
+    assert doing in one(RAISED.format(f'{own}  File "{frame}\n    y()')).message
+    assert "FSDP" not in one(RAISED.format(own.rstrip())).message
+
+
+def test_the_condition_of_an_assertion_of_torch_is_no_advice() -> None:
+    failed = (
+        "RuntimeError: x.size() > 1 ASSERT FAILED at /reducer.cpp:5, please report a bug to PyTorch"
+    )
+    assert "shapes" not in one(RAISED.format(f"{failed}. Something else")).fix
+    none = one(RAISED.format(f"{failed}. Expected at least one parameter. (Reducer)"))
+    assert "requires_grad" in none.fix
+
+
+def test_a_console_script_is_no_line_of_the_user() -> None:
+    raised = (
+        'Traceback (most recent call last):\n  File "/usr/local/bin/accelerate-launch", line 8, in '
+        "<module>\n    main()\ntorch.distributed.elastic.errors.ChildFailedError: \n"
+    )
+    assert one(raised).location is None
