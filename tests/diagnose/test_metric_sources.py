@@ -103,6 +103,15 @@ def test_a_count_divided_by_the_length_of_all_data(tmp_path: Path) -> None:
         assert use.over_all is expected, length
 
 
+@pytest.mark.parametrize("read", ["tests", "enumerate(tests)", "tqdm(tests, desc='test')"])
+def test_what_a_loop_reads_is_a_loader(tmp_path: Path, read: str) -> None:
+    source = EVALUATE.replace("right / seen", "right / len(tests)").replace(
+        "in loader", f"in {read}"
+    )
+    run, lines = run_of(tmp_path / "job.py", source)
+    assert not use_of(run, Location(str(tmp_path / "job.py"), lines["read"])).over_all
+
+
 HELPER = """
 def mean_of(value):
     tensor = torch.tensor([value])

@@ -53,6 +53,24 @@ _HOOKS = ("validation_step", "test_step", "on_validation_epoch_end", "on_test_ep
 MAX_DEPTH = 5  # Maximum number of assignments through which to follow a value
 
 
+class Shown(NamedTuple):
+    """A line that shows or compares an evaluation's result."""
+
+    at: Location
+    labelled: bool
+    """Whether it prints it with its rank, or writes it to a file of its rank."""
+    call: ast.Call | None
+    """The call that shows it. None if it is compared."""
+    results: set[str]
+    """Names with what the evaluation computed."""
+    function: str
+    """A function that returns it."""
+
+    def holds(self, value: ast.AST) -> bool:
+        """Return whether an expression is made of the result."""
+        return bool(_names(value) & self.results) or _calls(value, self.function)
+
+
 class Use(NamedTuple):
     """The use of an evaluation's result."""
 
@@ -73,29 +91,46 @@ def use_of(run: Run, at: Location) -> Use:
     home = _scope(at)
     if home is None:
         return Use()
-    name = getattr(home, "name", "")
-    loop = _loop_at(home, at.line)
-    results = _derived(home, _filled(loop), "")
-    end = (loop.end_lineno or 0) if loop is not None else at.line
+    results, end = _filled_at(home, at)
     quotients = [each for each in _quotients(home, results) if each.lineno > end]
-    shown = list(_shown(at.path, home, results, end))
-    for around in _functions_around(at.path, home):
-        # The loop may fill an object of the enclosing function.
-        results = _derived(around, results, name)
-        shown += _shown(at.path, around, results, getattr(home, "end_lineno", 0), name)
-        name = around.name
-    for path, scope in _callers(run, name) if name else ():
-        shown += _shown(path, scope, _derived(scope, set(), name), 0, name)
+    shown = list(shown_of(run, at))
     logged = _logged_by_hook(run) if not shown else None
     if logged is not None:
         return Use(logged)
     return Use(
-        next((place for place, _ in shown), None),
-        any(labelled for _, labelled in shown),
+        next((each.at for each in shown), None),
+        any(each.labelled for each in shown),
         Location(at.path, quotients[0].lineno) if quotients else None,
-        any(isinstance(each, ast.BinOp) and _is_length_of_all(each.right) for each in quotients),
+        any(
+            isinstance(each, ast.BinOp) and _is_length_of_all(each.right, home)
+            for each in quotients
+        ),
         not shown,
     )
+
+
+def shown_of(run: Run, at: Location) -> Iterator[Shown]:
+    """Yield the lines that show or compare the result of an evaluation."""
+    home = _scope(at)
+    if home is None:
+        return
+    name = getattr(home, "name", "")
+    results, end = _filled_at(home, at)
+    yield from _shown(at.path, home, results, end)
+    for around in _functions_around(at.path, home):
+        # The loop may fill an object of the enclosing function.
+        results = _derived(around, results, name)
+        yield from _shown(at.path, around, results, getattr(home, "end_lineno", 0), name)
+        name = around.name
+    for path, scope in _callers(run, name) if name else ():
+        yield from _shown(path, scope, _derived(scope, set(), name), 0, name)
+
+
+def _filled_at(home: Scope, at: Location) -> tuple[set[str], int]:
+    """Return the names that the loop of an evaluation fills, and its last line."""
+    loop = _loop_at(home, at.line)
+    end = (loop.end_lineno or 0) if loop is not None else at.line
+    return _derived(home, _filled(loop), ""), end
 
 
 def _quotients(scope: Scope, results: set[str]) -> list[ast.BinOp | ast.Call]:
@@ -248,14 +283,19 @@ def _calls(node: ast.AST, function: str) -> bool:
     )
 
 
-def _is_length_of_all(node: ast.expr) -> bool:
+def _is_length_of_all(node: ast.expr, scope: Scope) -> bool:
     """Return whether an expression is the length of a data set, ``len(loader.dataset)``."""
-    return (
-        isinstance(node, ast.Call)
-        and last_name(node.func) == "len"
-        and bool(node.args)
-        and not _OF_A_RANK.search(last_name(node.args[0]))
-    )
+    if not isinstance(node, ast.Call) or last_name(node.func) != "len" or not node.args:
+        return False
+    measured = ast.unparse(node.args[0])
+    # What a loop reads is a loader, whatever its name is.
+    read = (each.iter for each in walk_scope(scope.body) if isinstance(each, ast.For))
+    loaders = {ast.unparse(part) for each in read for part in (each, *_first_argument(each))}
+    return not _OF_A_RANK.search(last_name(node.args[0])) and measured not in loaders
+
+
+def _first_argument(node: ast.expr) -> list[ast.expr]:
+    return node.args[:1] if isinstance(node, ast.Call) else []
 
 
 def _callers(run: Run, name: str) -> Iterator[tuple[str, Scope]]:
@@ -271,26 +311,26 @@ def _callers(run: Run, name: str) -> Iterator[tuple[str, Scope]]:
 
 def _shown(
     path: str, scope: Scope, results: set[str], after: int, function: str = ""
-) -> Iterator[tuple[Location, bool]]:
-    """Yield the lines that show or compare a result, and whether they name the rank."""
+) -> Iterator[Shown]:
+    """Yield the lines that show or compare a result."""
     for node in walk_scope(scope.body):
         line = getattr(node, "lineno", 0)
         if line <= after:
             continue
+        compared = Shown(Location(path, line), False, None, results, function)
         if isinstance(node, ast.Compare):
             if _names(node) & results:
-                yield Location(path, line), False
+                yield compared
         elif isinstance(node, ast.Call):
             called = last_name(node.func)
             values = values_of(node)
-            holds = any(_names(each) & results or _calls(each, function) for each in values)
-            if called in _COMPARES and holds:
-                yield Location(path, line), False
-            elif _SHOWS.match(called) and holds:
-                yield (
-                    Location(path, line),
-                    any(_about(path, scope, each, results) for each in values),
-                )
+            if not any(map(compared.holds, values)):
+                continue
+            if called in _COMPARES:
+                yield compared
+            elif _SHOWS.match(called):
+                labelled = any(_about(path, scope, each, results) for each in values)
+                yield compared._replace(labelled=labelled, call=node)
 
 
 def _about(path: str, scope: Scope, value: ast.expr, results: set[str]) -> bool:
@@ -383,7 +423,7 @@ def _ratio(chain: Sequence[Location], value: ast.expr, depth: int) -> Averaged |
     if isinstance(value, ast.BinOp):
         divides = isinstance(value.op, (ast.Div, ast.FloorDiv))
         if divides and "world" not in ast.unparse(value.right).lower():
-            over_all = _is_length_of_all(value.right)
+            over_all = _is_length_of_all(value.right, scope)
             return Averaged(Location(at.path, value.lineno), False, over_all)
         return None
     if isinstance(value, ast.Call):
