@@ -18,7 +18,7 @@ from ddpdoctor.core.options import Parser, Value
 from ddpdoctor.replay import devices, steps
 from ddpdoctor.replay.losses import NotFollowedError, total_loss
 from ddpdoctor.run import rundir
-from ddpdoctor.run.capsule import PARTIAL, Capsule, RefusedError, tensors_of
+from ddpdoctor.run.capsule import ODD_LOSS, PARTIAL, Capsule, RefusedError, tensors_of
 from ddpdoctor.run.names import capsule_file
 
 
@@ -34,10 +34,11 @@ _DEVICE = re.compile(r"[a-z]{2,12}(:\d{1,3})?", re.ASCII)
 PARSER = Parser(
     "replay",
     """\
-Usage: ddpdoctor replay [OPTIONS] RUN
+Usage: ddpdoctor replay [OPTIONS] RUN|DIRECTORY
 
 Compute the step that a rank kept (`ddpdoctor run --capsule`, or `ddpdoctor
 parity --replay`) again: in one process, on the CPU, without the other ranks.
+A directory with copies of capsule-*.pickle will do, on another machine, too.
 
 Options:
   --rank N          The rank [default: the first that kept a step].
@@ -62,7 +63,9 @@ def main(words: Sequence[str]) -> int:
     given = PARSER.read(words)
     if len(given.rest) != 1:
         raise DoctorError("name one run directory", "such as: ddpdoctor replay RUN --rank 3")
-    path = _file(rundir.find(given.rest[0]), given.get("--rank"))
+    path = _file(_place(given.rest[0]), given.get("--rank"))
+    # The job's modules may be there, on another machine.
+    sys.path.append(os.getcwd())
     try:
         import torch
     except ImportError:
@@ -82,11 +85,16 @@ def main(words: Sequence[str]) -> int:
             f"{path.name} cannot be read here: {type(error).__name__}: {error}",
             "run it in the job's environment and directory",
         ) from None
-    sys.path.insert(0, os.getcwd())
     print(shown(_head(capsule)))
     if "--devices" in given:
         return _on_devices(capsule, torch, given.get("--devices"))
     return _computed(capsule, torch, "--pdb" in given)
+
+
+def _place(name: str) -> Path:
+    """Return the directory of a run, or one with copies of files with steps."""
+    copied = Path(name)
+    return copied if any(copied.glob("capsule-*.pickle*")) else rundir.find(name)
 
 
 def _on_devices(capsule: Capsule, torch: Any, names: Sequence[str]) -> int:
@@ -165,6 +173,8 @@ def _computed(capsule: Capsule, torch: Any, stop: bool) -> int:
             print(f"  loss: {loss.item():.6g}")
         except NotFollowedError as why:
             print(shown(f"  loss: not computed again: {why}"))
+    elif capsule.error.startswith(ODD_LOSS) and not status:
+        print("  the outputs are finite, the loss is not: look at its targets and its formula")
     return status
 
 

@@ -23,8 +23,8 @@ def load(path: str, torch: Any, trusted: bool = False) -> Capsule:
             if each not in sys.path:
                 sys.path.insert(0, each)
         script = source.script
-        if not os.path.exists(script):
-            # On another machine, in the directory of the job.
+        if not os.access(script, os.R_OK):
+            # On another machine, or as another user, in the directory of the job.
             script = os.path.abspath(os.path.basename(script))
         return Definitions(script).find
 

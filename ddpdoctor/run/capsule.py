@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from ddpdoctor.core import opening
 
 PARTIAL = ".part"  # End of the name of a file that is being written
+ODD_LOSS = "a loss of "  # How the error of a step begins whose loss is not finite
 MAX_BYTES = 4 << 30  # Maximum bytes of the tensors of a kept step
 
 

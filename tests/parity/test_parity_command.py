@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,6 +123,86 @@ def test_a_failed_step_is_computed_alone(doctor: Doctor) -> None:
     assert "IndexError: index out of range in self" in again.stderr
     other = doctor.cli("replay", str(run.run_dir), "--rank", "0")
     assert other.status == 0 and "float32 [4, 12, 50]" in other.stdout
+
+
+MODELS = """
+from torch import nn
+
+class Scaled(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner = nn.Linear(width, 1)
+
+    def forward(self, inputs):
+        return self.inner(inputs)
+"""
+TRAIN = """
+import sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from models import Scaled
+
+WIDTH = 3
+
+class Net(Scaled):
+    def __init__(self):
+        super().__init__(WIDTH)
+
+dist.init_process_group("gloo")
+last = dist.get_rank() == dist.get_world_size() - 1
+torch.manual_seed(dist.get_rank())
+model = DistributedDataParallel(Net())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(6):
+    bad = sys.argv[1] if last and step == 4 else ""
+    inputs = torch.randn(5, WIDTH + (bad == "shape"))
+    outputs = model(inputs).exp()
+    loss = (outputs if bad != "nan" else outputs - 100).log().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("word", "head", "line"),
+    [
+        ("nan", "which ended with a loss of nan: Net, 1 forward", "the outputs are finite, the"),
+        ("shape", "which ended with RuntimeError: mat1 and mat2 shapes", "models.py"),
+    ],
+)
+def test_a_step_of_four_ranks_on_another_machine(
+    doctor: Doctor, tmp_path: Path, word: str, head: str, line: str
+) -> None:
+    job, laptop = tmp_path / "job", tmp_path / "laptop"
+    for folder in (job, laptop):
+        folder.mkdir()
+        (folder / "models.py").write_text(MODELS)
+        (folder / "train.py").write_text(TRAIN)
+    script = str(job / "train.py")
+    run = doctor.run("--capsule", "--nproc-per-node", "4", "--no-vscode", script, word)
+    assert "rank 3 kept step 4: ddpdoctor replay" in run.stderr, run.stderr
+    shutil.copy(run.run_dir / "capsule-0003.pickle", laptop)
+    shutil.rmtree(job)
+    shutil.rmtree(run.run_dir)
+    # As the installed program, which does not look for modules in the working directory.
+    start = "import sys; sys.path.remove(''); from ddpdoctor.cli import main; sys.exit(main())"
+    command = [sys.executable, "-c", start, "replay", ".", "--rank", "3"]
+    again = subprocess.run(command, cwd=laptop, capture_output=True, text=True)
+    assert f"step 4 of rank 3 of 4, {head}" in again.stdout, again
+    assert line in again.stdout + again.stderr, again
+    assert again.returncode == (word == "shape")
+    # Damage is an error of one line, whatever is damaged.
+    whole = (laptop / "capsule-0003.pickle").read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:-200] + bytes(200), b""):
+        (laptop / "capsule-0003.pickle").write_bytes(damaged)
+        again = subprocess.run(command, cwd=laptop, capture_output=True, text=True)
+        assert again.returncode == 2 and "cannot be read here" in again.stderr, again
+        assert "Traceback" not in again.stderr, again
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,15 @@ from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.shield import shielded
 from ddpdoctor.probe.runtime.sites import caller
-from ddpdoctor.run.capsule import Capsule, Forward, Source, plain_name, tensors_of, write
+from ddpdoctor.run.capsule import (
+    ODD_LOSS,
+    Capsule,
+    Forward,
+    Source,
+    plain_name,
+    tensors_of,
+    write,
+)
 from ddpdoctor.run.names import CAPSULE, capsule_file
 from ddpdoctor.run.records.training import CapsuleRecord
 
@@ -150,7 +158,7 @@ class Capsules(Observer):
         """Keep a step with a loss that is not finite."""
         number = value if isinstance(value, float) else float(loss)
         if self._number is None and self._forwards and number - number != 0.0:
-            self._write(f"the loss is {number}")
+            self._write(f"{ODD_LOSS}{number}")
             self._number, self._forwards = -1, []
 
     def rank_fails(self, error: BaseException) -> None:
