@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from ddpdoctor.probe.observers.trained import Trained
+from ddpdoctor.diagnose.parity.rules_rates import _forgets
+from ddpdoctor.probe.observers.trained import MAX_OTHERS, Trained
 from ddpdoctor.run.records.base import JsonObject
 from tests.support.probed import a_rank
 
@@ -65,9 +67,34 @@ def averages(records: list[JsonObject]) -> list[float]:
     return [each["average"] for each in records if isinstance(each.get("average"), float)]
 
 
-@pytest.mark.parametrize("made", ["torch", "by hand", "tensors of a dictionary"])
+class Copied:
+    """An average as timm makes it: a copy of the model, updated by its state (V2) or parameters."""
+
+    def __init__(self, module: nn.Module, decay: Callable[[int], float]) -> None:
+        self.module = copy.deepcopy(module).eval()
+        self.decay = decay
+
+    @torch.no_grad()
+    def update_state(self, module: nn.Module, step: int) -> None:
+        decay = self.decay(step)
+        pairs = zip(self.module.state_dict().values(), module.state_dict().values(), strict=True)
+        for mine, other in pairs:
+            mine.copy_(decay * mine + (1 - decay) * other)
+
+    @torch.no_grad()
+    def update_parameters(self, module: nn.Module, step: int) -> None:
+        mine: Any = list(self.module.parameters())
+        others: Any = list(module.parameters())
+        torch._foreach_lerp_(mine, others, weight=1 - self.decay(step))
+
+
+MADE = ["torch", "by hand", "tensors of a dictionary", "ModelEmaV2", "ModelEmaV3"]
+
+
+@pytest.mark.parametrize("made", MADE)
 def test_an_average_is_found_by_its_values(made: str) -> None:
     module = nn.Linear(8, 8)
+    copied = Copied(module, lambda step: 0.9)
     with torch.no_grad():
         kept = {name: each.clone() for name, each in module.named_parameters()}
     decays: Any = get_ema_multi_avg_fn
@@ -77,6 +104,10 @@ def test_an_average_is_found_by_its_values(made: str) -> None:
         with torch.no_grad():
             if made == "torch":
                 averaged.update_parameters(module)
+            if made == "ModelEmaV2":
+                copied.update_state(module, step)
+            elif made == "ModelEmaV3":
+                copied.update_parameters(module, step)
             for name, each in module.named_parameters():
                 if made == "by hand":
                     kept[name].mul_(0.9).add_(each, alpha=0.1)
@@ -87,6 +118,67 @@ def test_an_average_is_found_by_its_values(made: str) -> None:
         del averaged
     found = averages(steps_of(module, update))
     assert len(found) > STEPS / 2 and found[-8:] == pytest.approx([0.9] * 8, rel=1e-3)
+
+
+@pytest.mark.parametrize("made", ["warm-up", "plain"])
+def test_an_average_whose_decay_grows_is_not_judged(made: str) -> None:
+    module = nn.Linear(8, 8)
+    # `decay_warmup` of timm, and torch's average of all steps.
+    copied = Copied(module, lambda step: min(0.9999, 1 - (1 + step) ** -0.7))
+    averaged = AveragedModel(module)
+    if made == "plain":
+        del copied
+
+    def update(step: int) -> None:
+        if made == "plain":
+            averaged.update_parameters(module)
+        else:
+            copied.update_parameters(module, step)
+
+    found = averages(steps_of(module, update))
+    assert sum(each < 1.0 for each in found) > STEPS / 2
+    assert _forgets(tuple(found)) is None
+
+
+def test_two_optimizers_make_one_step() -> None:
+    records: list[JsonObject] = []
+    observer = Trained(a_rank(records, step=SimpleNamespace(norm=3.0)))
+    ddp = Wrapped(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)))
+    observer.ddp_built(ddp)
+    parts: Any = ddp.module
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1 + at) for at, each in enumerate(parts)]
+    schedulers = [
+        torch.optim.lr_scheduler.CosineAnnealingLR(each, 40 + 10 * at)
+        for at, each in enumerate(optimizers)
+    ]
+    for each in schedulers:
+        observer.scheduler_made(each)
+
+    def train(steps: int) -> None:
+        for step in range(steps):
+            observer.forward_begins(ddp, True)
+            loss = ddp(torch.ones(4, 8)).square().mean()
+            observer.graph_begins(loss)
+            loss.backward()
+            for each in optimizers:
+                observer.step_begins(each)
+                each.step()
+                observer.step_ended(each, step)
+            for scheduler in schedulers:
+                scheduler.step()
+
+    train(6)
+    steps = [each for each in records if each["kind"] == "trained"]
+    assert len(steps) == 6
+    assert [len(each["rates"]) for each in steps] == [1] * 6 and steps[0]["rates"] == [0.1]
+    assert [each["position"] for each in steps] == [*range(6)]
+    (course,) = (each for each in records if each["kind"] == "course")
+    assert (course["end"], course["rate"]) == (40, pytest.approx(0.1))
+    # The other one is alone from now on.
+    del optimizers[0]
+    train(MAX_OTHERS + 3)
+    later = [each for each in records if each["kind"] == "trained"][6:]
+    assert later and len(later) < 5 and later[-1]["rates"][0] > 0.3
 
 
 def test_an_average_of_each_third_step() -> None:

@@ -70,7 +70,9 @@ def _schedules(trainings: Sequence[Training]) -> Iterator[Row]:
     if all(each.schedule is None or each.schedule.end is not None for each in trainings):
         yield from rows("schedule ends after", lambda each: each.end)
     else:
-        yield from rows("rate halves after", lambda each: each.half)
+        waits = any(each.schedule is not None and each.schedule.waits for each in trainings)
+        name = "rate may be cut after" if waits else "rate halves after"
+        yield from rows(name, lambda each: each.half)
 
 
 def _data(trainings: Sequence[Training]) -> Iterator[Row]:

@@ -24,8 +24,8 @@ SAME_DECAY = 0.1  # Relative difference of 1 - decay that is the same
 MIN_AVERAGED = 5  # Steps in which averaged weights changed
 MIN_STEADY = 0.85  # Part of what an average forgot some steps before, if its decay does not grow
 BY_LOADER = (
-    "Compute the schedule's lengths (warm-up, milestones, total) from len(loader), or divide them "
-    "by the number of ranks."
+    "Compute the schedule's lengths (warm-up, milestones, patience, total) from len(loader), or "
+    "divide them by the number of ranks."
 )
 
 
@@ -166,7 +166,8 @@ def _lengths(one: Schedule, two: Schedule) -> tuple[str, tuple[float, float]]:
     """Return what can be compared of two schedules, and after how many steps. 0 if unknown."""
     if one.end is not None and two.end is not None:
         return "ends", (one.end, two.end)
-    return "halves the rate", (one.half or 0.0, two.half or 0.0)
+    what = "may cut the rate" if two.waits else "halves the rate"
+    return what, (one.half or 0.0, two.half or 0.0)
 
 
 def _warm(schedule: Schedule) -> float:

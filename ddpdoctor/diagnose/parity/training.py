@@ -40,6 +40,11 @@ class Schedule(NamedTuple):
     half: float | None
     end: float | None
 
+    @property
+    def waits(self) -> bool:
+        """Whether it waits for a metric, for as many steps as it has patience."""
+        return self.scheduler == "ReduceLROnPlateau"
+
 
 class Norms(NamedTuple):
     """Gradients before an optimizer step, on each rank."""

@@ -25,6 +25,9 @@ MAX_SECONDS = 8.0
 UNKNOWN_LENGTH = 3000  # simulated positions of a schedule without a number
 SAME = 1e-6  # relative difference of equal rates
 MAX_DEPTH = 8  # functions that call each other
+PLATEAU = "ReduceLROnPlateau"
+"""Its rate may fall once its patience is over: what it follows is not known in advance."""
+
 MEMBERS = "_schedulers"
 """The attribute of ``SequentialLR`` and ``ChainedScheduler`` that holds others (1.10 to 2.15)."""
 
@@ -69,6 +72,9 @@ def position_of(scheduler: Any) -> int | None:
 def course_of(scheduler: Any) -> Course | None:
     """Return the course of the first parameter group's rate. None if it cannot be computed."""
     start = position_of(scheduler)
+    if start is not None and type(scheduler).__name__ == PLATEAU:
+        rate = float(scheduler.optimizer.param_groups[0]["lr"])
+        return Course(start, rate, start, start + int(scheduler.patience) + 1, None)
     if start is None or not all(map(_is_pure, _functions(scheduler))):
         return None
     rates, refused = _simulated(scheduler)

@@ -37,6 +37,7 @@ MAX_DISTANCE = 0.5  # distance of an average to the parameter, in lengths of tha
 MAX_CANDIDATES = 8  # tensors that may be its average
 MIN_DECAY = 0.3  # least decay of an average
 MAX_REST = 0.3  # part of a tensor's change that a decay leaves unexplained
+MAX_OTHERS = 64  # steps of other optimizers after which one is not waited for any longer
 CLIPS = frozenset(("clamp", "clamp_", "clip", "clip_", "clamp_max", "clamp_min", "hardtanh"))
 """Functions that bound elements of a tensor."""
 
@@ -145,6 +146,8 @@ class Trained(Observer):
         self._rates: tuple[float, ...] = ()
         self._decays: tuple[float, ...] = ()
         self._ddp: weakref.ref[Any] | None = None
+        self._main: weakref.ref[Any] | None = None  # The optimizer whose steps are recorded
+        self._others = 0  # Steps of other optimizers since its last one
         self._made: list[tuple[weakref.ref[Any], Site]] = []
         self._scheduler: Any = None
         self._new = False  # a scheduler was made, and its schedule is not known yet
@@ -212,6 +215,8 @@ class Trained(Observer):
 
     def step_begins(self, optimizer: Any) -> None:
         """Read what the parameters are about to change with."""
+        if not self._is_main(optimizer):
+            return
         for group in optimizer.param_groups:
             self._rates += (float(group.get("lr", 0.0)),)
             self._decays += (float(group.get("weight_decay", 0.0)),)
@@ -239,8 +244,22 @@ class Trained(Observer):
             ),
         )
 
+    def _is_main(self, optimizer: Any) -> bool:
+        """Return whether a step of this optimizer ends a step of the training.
+
+        It is the first one that makes a step, unless it makes none any more.
+        """
+        main = self._main() if self._main is not None else None
+        self._others = 0 if main is optimizer else self._others + 1
+        if main is None or self._others > MAX_OTHERS:
+            self._main, self._new, self._others = weakref.ref(optimizer), True, 0
+            return True
+        return main is optimizer
+
     def step_ended(self, optimizer: Any, number: int) -> None:
         """Record the step."""
+        if self._main is not None and self._main() is not optimizer:
+            return
         norm, used, average, spread = self._measured or (None, None, None, None)
         scheduler = self._scheduler() if self._scheduler is not None else None
         record = TrainedRecord(

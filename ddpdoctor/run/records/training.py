@@ -117,7 +117,8 @@ class CourseRecord(PlacedRecord, kind="course"):
     start: int  # Its position then
     rate: float  # The highest of the first parameter group
     peak: int  # The first position with the highest rate
-    half: int | None = None  # The first after it with at most half of that rate
+    half: int | None = None
+    """The first after it with at most half of that rate, or where ReduceLROnPlateau may cut it."""
     end: int | None = None  # The first after it with the lowest rate
 
 
