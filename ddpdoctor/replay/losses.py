@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ddpdoctor.run.capsule import ASSIGNED, LossCalls, Ref, tensors_of
+from ddpdoctor.run.capsule import ASSIGNED, Call, LossCalls, Ref, tensors_of
 
 MODULES = (
     "torch", "torch.nn.functional", "torch.functional", "torch._C._nn", "torch.linalg",
@@ -37,6 +37,7 @@ def total_loss(calls: LossCalls, outputs: Outputs, torch: Any) -> Any:
     Raises:
         NotFollowedError: A call cannot be made again.
     """
+    calls = _needed(calls)
     return _computed(calls, calls.given, outputs, torch, True)
 
 
@@ -88,6 +89,7 @@ def whole_loss(
     Raises:
         NotFollowedError: It cannot be computed.
     """
+    every = [_needed(each) for each in every]
     first = every[0]
     shapes = [_plain(each) for each in every]
     if any(each != shapes[0] for each in shapes):
@@ -115,7 +117,7 @@ def whole_loss(
 
 def _joined_outputs(calls: LossCalls, outputs: Sequence[Outputs], torch: Any) -> Outputs:
     """Return the outputs that a loss is made of, of all ranks."""
-    used = _refs([(each.args, each.kwargs) for each in calls.calls]) | {*calls.losses}
+    used = {*_refs([(each.args, each.kwargs) for each in calls.calls]), *calls.losses}
     places = [place for number, place in calls.outputs.items() if number in used]
     return {place: joined([each[place] for each in outputs], torch) for place in places}
 
@@ -205,16 +207,58 @@ def _filled(value: Any, values: Mapping[int, Any]) -> Any:
     return value
 
 
-def _refs(value: Any) -> set[int]:
-    """Return the numbers of the tensors among arguments."""
+def _refs(value: Any) -> list[int]:
+    """Return the numbers of the tensors among arguments, in their order."""
     if isinstance(value, Ref):
-        return {value.number}
+        return [value.number]
     if isinstance(value, slice):
         value = value.start, value.stop, value.step
     if isinstance(value, dict):
         value = list(value.values())
-    found = map(_refs, value) if isinstance(value, (list, tuple)) else ()
-    return set().union(*found)
+    parts = value if isinstance(value, (list, tuple)) else ()
+    return [number for each in parts for number in _refs(each)]
+
+
+def _needed(calls: LossCalls) -> LossCalls:
+    """Leave out calls that the losses do not depend on, such as those of a log on one rank.
+
+    Tensors are numbered in the order in which the other calls use them, as on every rank.
+    """
+    used = set(calls.losses)
+    kept: list[Call] = []
+    for each in reversed(calls.calls):
+        if _changes(each) or not used.isdisjoint(each.results):
+            used.update(_refs((each.args, each.kwargs)))
+            kept.insert(0, each)
+    order = [n for each in kept for n in (*_refs((each.args, each.kwargs)), *each.results)]
+    new = {number: at for at, number in enumerate(dict.fromkeys([*order, *calls.losses]))}
+    refs = {number: Ref(at) for number, at in new.items()}
+    return replace(
+        calls,
+        calls=[
+            Call(
+                each.name,
+                _filled(each.args, refs),
+                _filled(each.kwargs, refs),
+                tuple(new[number] for number in each.results),
+            )
+            for each in kept
+        ],
+        given={new[number]: each for number, each in calls.given.items() if number in new},
+        outputs={new[number]: place for number, place in calls.outputs.items() if number in new},
+        losses=[new[number] for number in calls.losses],
+    )
+
+
+def _changes(call: Call) -> bool:
+    """Return whether a call may change a tensor in place, also one that another is a view of."""
+    name = call.name.rpartition(".")[2]
+    return (
+        (name.endswith("_") and not name.endswith("__"))
+        or name.startswith(("__set", "__i"))
+        or "out" in call.kwargs
+        or call.kwargs.get("inplace") is True
+    )
 
 
 def _numbers(value: Any) -> list[int | float]:

@@ -133,6 +133,29 @@ def test_the_whole_batch_has_the_same_gradient(tmp_path: Any, name: str) -> None
     assert result.whole == 0.0 and result.whole_scale == pytest.approx(1.0, rel=1e-4)
 
 
+def test_a_log_of_one_rank_is_no_part_of_the_loss(tmp_path: Any) -> None:
+    def logged(out: Tensor, y: Tensor, rank: int) -> Tensor:
+        if rank == 0:
+            print((out.argmax(1) == y).float().mean(), out.new_tensor([1.0]).numpy())
+        return functional.cross_entropy(out, y)
+
+    result = compared(tmp_path, *(kept(rank, logged, targets=TARGETS) for rank in (0, 1)))
+    assert (result.whole_why, result.whole_by, result.whole) == ("", "loss", 0.0)
+    assert result.whole_scale == pytest.approx(1.0, rel=1e-4)
+
+
+def test_what_the_probe_reads_is_no_part_of_the_loss() -> None:
+    own: dict[str, Any] = {"__name__": "ddpdoctor.probe.observers.any"}
+    exec("def read(tensor): return tensor.clone().add_(1)", own)
+    follower = LossFollower(lambda each: each)
+    outputs = torch.ones(3, requires_grad=True)
+    follower.begin(0, outputs)
+    loss = outputs.sum()
+    own["read"](loss)
+    follower.end()
+    assert [each.name for each in follower.calls.calls] == ["Tensor.sum"]
+
+
 def test_a_mean_over_own_targets_differs(tmp_path: Any) -> None:
     every = [kept(rank, lambda out, y, _: masked(out, y), targets=TARGETS) for rank in (0, 1)]
     result = compared(tmp_path, *every)

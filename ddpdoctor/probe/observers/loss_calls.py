@@ -165,6 +165,9 @@ def _mode_class(torch: Any) -> Any:
         def __torch_function__(
             self, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
+            if sys._getframe(1).f_globals.get("__name__", "").startswith("ddpdoctor."):
+                # Observers read tensors when their budget allows it, not alike on all ranks.
+                return function(*args, **(kwargs or {}))
             try:
                 return self._follower.called(function, args, kwargs or {})
             except BaseException as error:
