@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import subprocess
 import sys
 import time
@@ -30,14 +31,20 @@ from ddpdoctor.diagnose.parity import rows
 from ddpdoctor.diagnose.parity.curves import Curves, beyond_noise, curves_of
 from ddpdoctor.diagnose.parity.rules import models
 from ddpdoctor.diagnose.parity.rules_data import epochs
-from ddpdoctor.diagnose.parity.rules_evaluation import compared_evaluations
+from ddpdoctor.diagnose.parity.rules_evaluation import (
+    CAUSES,
+    compared_evaluations,
+    compared_metrics,
+    metric_differs,
+    with_metrics,
+)
 from ddpdoctor.diagnose.parity.rules_rates import rates
 from ddpdoctor.diagnose.parity.training import Training, training_of, wrapped_at
 from ddpdoctor.render import console, curves, terminal
 from ddpdoctor.render.html import parity_page as html
 from ddpdoctor.replay.gradients import Comparison, Difference
 from ddpdoctor.run.names import CAPSULE, TRAINED
-from ddpdoctor.run.overrides import SEED
+from ddpdoctor.run.overrides import SEED, WEIGHTS
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import OverrideRecord
@@ -53,6 +60,7 @@ DEFAULT_STEPS = 100
 REPLAYED_STEP = 5  # A step after the first ones, in which torch and the job still prepare
 WRITE_TIMEOUT = 1.0  # Seconds after the last step, in which the ranks write what they recorded
 REPLAY_TIMEOUT = 600.0  # Seconds
+SAME_WEIGHTS = 1e-9  # Relative difference of the norms of the same weights
 
 PARSER = Parser(
     "parity",
@@ -71,6 +79,8 @@ Options:
   --steps N         End each run after N optimizer steps [default: 100].
   --seeds N         Run the smallest size N times, with other seeds each, and say
                     whether a loss of more ranks is beyond their differences.
+  --evaluate        Run each size once more with weights that stay as they were
+                    before the first step, and compare the metrics it prints.
   --curves          Draw the losses over samples seen, also if they are the same.
   --html FILE       Write table, losses and findings as a page.
   --replay          Keep step 5 of each rank, compute it again in one process,
@@ -106,6 +116,22 @@ class Compared(NamedTuple):
     findings: tuple[Finding, ...]
     replayed: Comparison | None
     seed: int  # 0 for the script's own
+    kept: bool  # Its weights stay as they were before the first step
+
+
+class Result(NamedTuple):
+    """What is reported of some sizes, the smallest first."""
+
+    every: list[Compared]
+    found: list[Finding]
+    failed: Sequence[str]  # Why other sizes cannot be compared
+    drawn: Curves | None
+    remarks: list[str]
+
+    @property
+    def differs(self) -> bool:
+        """Whether a size trains or evaluates in another way."""
+        return any(each.severity > Severity.INFO for each in self.found)
 
 
 class _Enough(Exception):
@@ -136,27 +162,27 @@ def main(words: Sequence[str]) -> int:
 def _report(given: Given, runs: list[Compared], failed: Sequence[str]) -> int:
     """Print what differs between runs. Returns the exit status."""
     runs.sort(key=lambda each: each.training.ranks)
-    every = [each for each in runs if not each.seed]
+    every = [each for each in runs if not each.seed and not each.kept]
+    kept = [each for each in runs if each.kept]
     seeds = [each.training for each in runs if each.seed]
-    found = _findings(every)
-    drawn = curves_of([each.training for each in every], seeds)
-    noise = list(beyond_noise([each.training for each in every], seeds))
-    remarks = [*noise, *_not_followed(every)]
+    metrics, said = _metrics(kept)
+    noise = beyond_noise([each.training for each in every], seeds)
+    result = Result(
+        every,
+        _findings(every, metrics),
+        failed,
+        curves_of([each.training for each in every], seeds),
+        [*noise, *_not_followed(every), *said],
+    )
     if "--json" in given:
-        print(json_text(_document(every, found, failed, drawn, remarks)))
+        print(json_text(_document(result)))
     else:
-        _print(every, found, failed, bool(found) or "--verbose" in given)
-        if drawn is not None and ("--curves" in given or seeds or _differs(found)):
-            _print_curves(drawn)
-        for each in remarks:
-            print(shown(f"ddpdoctor: {each}"))
-        if len(every) > 1:
-            print(f"ddpdoctor: {_verdict(every, found)}")
-            print(shown(f"ddpdoctor: kept in {every[0].run.path.parent}"))
+        wanted = "--curves" in given or bool(seeds) or result.differs
+        _print(result, "--verbose" in given, wanted)
     sys.stdout.flush()
     if "--html" in given and len(every) > 1:
-        _write_page(Path(given.get("--html")), every, found, failed, drawn, remarks)
-    return int(bool(failed) or _differs(found))
+        _write_page(Path(given.get("--html")), result)
+    return int(bool(failed) or result.differs)
 
 
 def _made(given: Given) -> tuple[list[Compared], list[str]]:
@@ -176,14 +202,22 @@ def _made(given: Given) -> tuple[list[Compared], list[str]]:
     runs = [(size, AS_IT_IS) for size in sizes]
     for number in range(1, given.get("--seeds", 1)):
         runs.append((sizes[0], Variant(f"{SEED}={number}", {SEED: str(number)})))
+    if "--evaluate" in given:
+        runs += [(size, Variant(f"{WEIGHTS}=kept", {WEIGHTS: "kept"})) for size in sizes]
     line = terminal.StatusLine()
     try:
         for number, (size, variant) in enumerate(runs, 1):
             planned = Planned(number, size, variant, 1)
             directory = folder / planned.directory
+            asked = {TRAINED: "1"} if variant.overrides else variables
+            steps = given.get("--steps", DEFAULT_STEPS)
+            if WEIGHTS in variant.overrides:
+                # An evaluation at the end of each epoch is seen twice.
+                epochs = (e.training.epoch for e in every if e.training.ranks == size.ranks)
+                steps = max([steps, *(2 * each.steps + 2 for each in epochs if each is not None)])
             try:
-                _run(planned, launch, folder, given.get("--steps", DEFAULT_STEPS), variables, line)
-                every.append(_read(directory, CAPSULE in variables))
+                _run(planned, launch, folder, steps, asked, line)
+                every.append(_read(directory, CAPSULE in asked))
             except DoctorError as error:
                 failed.append(f"{planned.words}: {error.message}; its output: {directory}.log")
     finally:
@@ -222,6 +256,10 @@ def _read(directory: Path, replays: bool = False) -> Compared:
     run = RunReader(directory, lenient=True).snapshot()
     training = training_of(run)
     if training is None or training.steps < 2 or not training.batch:
+        errors = examine(run, list(RULES.values()), failed=lambda *_: None)
+        for each in worst_first(errors):
+            if each.severity == Severity.ERROR:
+                raise DoctorError(each.message, f"see: ddpdoctor report {directory}")
         raise DoctorError(
             "no rank recorded a step of a DDP module" if run.ranks else "it started no rank",
             "parity compares jobs that wrap their model at every size",
@@ -235,15 +273,17 @@ def _read(directory: Path, replays: bool = False) -> Compared:
         )
     rules = [each for each in RULES.values() if each.code in _EXAMINED]
     found = examine(run, rules, failed=lambda *_: None)
-    moved = (each for rank in run.last for each in rank.records.of(OverrideRecord))
-    seed = next((int(each.value) for each in moved if each.name == SEED), 0)
-    return Compared(run, training, tuple(found), None if seed else _replayed(run, replays), seed)
+    records = (each for rank in run.last for each in rank.records.of(OverrideRecord))
+    moved = {each.name: each.value for each in records}
+    replayed = None if moved.keys() & {SEED, WEIGHTS} else _replayed(run, replays)
+    seed, kept = int(moved.get(SEED, 0)), WEIGHTS in moved
+    return Compared(run, training, tuple(found), replayed, seed, kept)
 
 
 _EXAMINED = frozenset(
     ("DDP101", "DDP102", "DDP103", "DDP105", "DDP106", "DDP107", "DDP110", "DDP113", "DDP114",
      "DDP115", "DDP116", "DDP117", "DDP317", "DDP329", "DDP330", "DDP337", "DDP342", "DDP601",
-     "DDP701")
+     "DDP701", "DDP702")
 )  # fmt: skip
 """Rules whose findings on one run affect its training. Findings of other rules are left out."""
 
@@ -275,7 +315,32 @@ def compared(base: Training, other: Training) -> Iterator[Finding]:
         yield from compare(base, other)
 
 
-def _findings(every: Sequence[Compared]) -> list[Finding]:
+def _metrics(kept: Sequence[Compared]) -> tuple[list[Finding], list[str]]:
+    """Compare what evaluations of the same weights print. Return also what to remark on it."""
+    found: list[Finding] = []
+    remarks: list[str] = []
+    for each in kept[1:]:
+        base = kept[0]
+        sizes = f"{count(base.training.ranks, 'rank')} and {each.training.ranks}"
+        one, other = base.training.weights or 0.0, each.training.weights or 0.0
+        pairs = list(compared_metrics(base.run, each.run))
+        if not math.isclose(one, other, rel_tol=SAME_WEIGHTS):
+            remarks.append(f"the metrics of {sizes} were not compared: other initial weights")
+        elif not pairs:
+            remarks.append(
+                f"the metrics of {sizes} were not compared: no line printed the same number after "
+                f"two evaluations in {each.training.steps} steps (--steps)"
+            )
+        else:
+            found += metric_differs(pairs, base.training.ranks, each.training.ranks)
+            same = {one.name: one.values[0] for one, now in pairs if one.values[0] in now.values}
+            words = ", ".join(f"{name} {value}" for name, value in same.items())
+            if words:
+                remarks.append(f"{sizes} evaluate the same weights alike: {words}")
+    return found, remarks
+
+
+def _findings(every: Sequence[Compared], metrics: Sequence[Finding]) -> list[Finding]:
     found: list[Finding] = []
     for each in every[1:]:
         found += compared(every[0].training, each.training)
@@ -284,7 +349,7 @@ def _findings(every: Sequence[Compared]) -> list[Finding]:
     for each in every:
         found += _wrong_gradient(each)
     # Report a fault of several sizes once. What a single run shows replaces what two sizes do.
-    single = {each.identity: each for each in found}.values()
+    single = {each.identity: each for each in with_metrics(found, metrics)}.values()
     return worst_first(
         each for each in single if not any(explains(cause, each) for cause in single)
     )
@@ -328,22 +393,29 @@ def _wrong_gradient(each: Compared) -> list[Finding]:
 # -- output
 
 
-def _print(
-    every: Sequence[Compared], found: Sequence[Finding], failed: Sequence[str], full: bool
-) -> None:
-    for text in failed:
+def _print(result: Result, full: bool, curved: bool) -> None:
+    every = result.every
+    for text in result.failed:
         print(shown(f"ddpdoctor: {text}"))
     if len(every) < 2:
         print("ddpdoctor: fewer than two sizes can be compared")
-        return
-    table = _table([e.training for e in every], [e.replayed for e in every], full)
-    for name, *cells in table:
-        print(shown(f"{name:<30}" + "".join(f"{cell:>18}" for cell in cells)))
-    if full:
-        print()
-    for finding in found:
-        colour = terminal.wants_colour(sys.stdout.fileno())
-        print(console.render(finding, colour=colour, width=terminal.width(sys.stdout.fileno())))
+    else:
+        full = full or any(each.code != _SAME_RATE for each in result.found)
+        for name, *cells in _table(every, full):
+            print(shown(f"{name:<30}" + "".join(f"{cell:>18}" for cell in cells)))
+        if full:
+            print()
+        for finding in result.found if full else ():
+            colour = terminal.wants_colour(sys.stdout.fileno())
+            width = terminal.width(sys.stdout.fileno())
+            print(console.render(finding, colour=colour, width=width))
+    if result.drawn is not None and curved:
+        _print_curves(result.drawn)
+    for each in result.remarks:
+        print(shown(f"ddpdoctor: {each}"))
+    if len(every) > 1:
+        print(f"ddpdoctor: {_verdict(result)}")
+        print(shown(f"ddpdoctor: kept in {every[0].run.path.parent}"))
 
 
 def _print_curves(drawn: Curves) -> None:
@@ -356,23 +428,16 @@ def _print_curves(drawn: Curves) -> None:
     print("\n".join(curves.drawn(sizes, f" {drawn.samples[-1]}", band)))
 
 
-def _write_page(
-    path: Path,
-    every: Sequence[Compared],
-    found: Sequence[Finding],
-    failed: Sequence[str],
-    drawn: Curves | None,
-    remarks: Sequence[str],
-) -> None:
-    table = _table([each.training for each in every], [each.replayed for each in every])
+def _write_page(path: Path, result: Result) -> None:
+    every = result.every
     page = html.parity_page(
         title=" ".join(every[0].run.command),
-        verdict=_verdict(every, found).removesuffix(", see above"),
-        differs=_differs(found),
-        remarks=[*remarks, *failed],
-        findings=found,
-        table=table,
-        curves=drawn,
+        verdict=_verdict(result).removesuffix(", see above"),
+        differs=result.differs,
+        remarks=[*result.remarks, *result.failed],
+        findings=result.found,
+        table=_table(every),
+        curves=result.drawn,
         runs=[(count(each.training.ranks, "rank"), str(each.run.path)) for each in every],
         written=console.written_before(every[0].run),
     )
@@ -382,23 +447,25 @@ def _write_page(
         raise DoctorError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _differs(found: Sequence[Finding]) -> bool:
-    return any(each.severity > Severity.INFO for each in found)
+_SAME_RATE = "DDP339"
+"""A remark on most jobs. Alone it is a part of the verdict, unless --verbose asks for more."""
 
 
-def _verdict(every: Sequence[Compared], found: Sequence[Finding]) -> str:
-    base, last = every[0].training, every[-1].training
-    if _differs(found):
-        return f"{count(last.ranks, 'rank')} train differently from {base.ranks}, see above"
+def _verdict(result: Result) -> str:
+    base, last, found = result.every[0].training, result.every[-1].training, result.found
+    if result.differs:
+        wrong = {each.code for each in found if each.severity > Severity.INFO}
+        what = "evaluate" if wrong <= {*CAUSES, "DDP343"} else "train"
+        return f"{count(last.ranks, 'rank')} {what} differently from {base.ranks}, see above"
     growth = last.batch / base.batch if base.batch else 1.0
     times = f"{growth:.3g} times the batch" if abs(growth - 1) > 0.01 else "the same batch"
-    return f"the same training, {times}"
+    same = f", at the same learning rate ({_SAME_RATE})"
+    return f"the same training, {times}" + same * any(each.code == _SAME_RATE for each in found)
 
 
-def _table(
-    trainings: Sequence[Training], replayed: Sequence[Comparison | None], full: bool = True
-) -> list[rows.Row]:
+def _table(every: Sequence[Compared], full: bool = True) -> list[rows.Row]:
     """Return the rows of the table, fewer of them for sizes that train alike."""
+    trainings, replayed = [each.training for each in every], [each.replayed for each in every]
     found = [*rows.head(trainings), *(rows.body(trainings) if full else ())]
     if any(each is not None for each in replayed):
         found += [
@@ -444,15 +511,10 @@ def _not_followed(every: Sequence[Compared]) -> Iterator[str]:
             yield f"the loss of {ranks} was not followed{how}: {replayed.whole_why}"
 
 
-def _document(
-    every: Sequence[Compared],
-    found: Sequence[Finding],
-    failed: Sequence[str],
-    drawn: Curves | None,
-    remarks: Sequence[str],
-) -> dict[str, Any]:
+def _document(result: Result) -> dict[str, Any]:
+    drawn = result.drawn
     sizes = []
-    for each in every:
+    for each in result.every:
         training, replayed = each.training, each.replayed
         sizes.append(
             {
@@ -504,8 +566,8 @@ def _document(
             if drawn.low
             else None,
         },
-        "remarks": list(remarks),
-        "findings": [to_record(each) for each in found],
-        "failed": list(failed),
-        "verdict": _verdict(every, found) if len(every) > 1 else "",
+        "remarks": result.remarks,
+        "findings": [to_record(each) for each in result.found],
+        "failed": list(result.failed),
+        "verdict": _verdict(result) if len(result.every) > 1 else "",
     }

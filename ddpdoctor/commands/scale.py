@@ -207,7 +207,9 @@ def _check(given: Given, sizes: Sequence[Size], started: Launch) -> None:
             "--weak and --strong need a run of the smallest size on every node",
             "name one number of nodes",
         )
-    known = {each: override for each, override in KNOWN.items() if each not in ("ddp", "seed")}
+    known = {
+        each: override for each, override in KNOWN.items() if each not in ("ddp", "seed", "weights")
+    }
     for name, values in given.get("--try", ()):
         if name not in known:
             raise DoctorError(f"--try {name}: not known", f"known are {', '.join(known)}")

@@ -294,6 +294,8 @@ def observe(state: RankState) -> None:
         from ddpdoctor.probe.observers import trained
 
         subscribe(trained.Trained(state))
+        if trained.keeps_weights():
+            subscribe(trained.KeptWeights(state))
     if os.environ.get(CAPSULE):
         from ddpdoctor.probe.observers import capsules
 

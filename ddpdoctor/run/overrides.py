@@ -12,7 +12,7 @@ from typing import NamedTuple
 VARIABLE = "DDPDOCTOR_OVERRIDES"
 """Environment variable with the overrides: ``bucket_cap_mb=25 num_workers=4``."""
 
-DDP, LOADER, SEED = "DistributedDataParallel", "DataLoader", "seed"
+DDP, LOADER, SEED, WEIGHTS = "DistributedDataParallel", "DataLoader", "seed", "weights"
 
 Value = bool | int | float | str
 
@@ -71,10 +71,11 @@ KNOWN: dict[str, Override] = {
     "pin_memory": Override(LOADER, _switch, _SWITCH),
     "batch_size": Override(LOADER, _count(1), "a number of samples, 1 or more"),
     "seed": Override(SEED, _count(0), "a number, 0 or more"),
+    "weights": Override(WEIGHTS, _one_of(kept="kept"), "kept"),
 }
 """By name. ``comm_hook`` registers a hook of torch, ``accumulation`` all-reduces only every n-th
-backward, ``ddp`` replaces the class, ``seed`` moves the seeds that the job
-sets. All others are arguments of the constructor."""
+backward, ``ddp`` replaces the class, ``seed`` moves the seeds that the job sets, and
+``weights`` leaves them as they are. All others are arguments of the constructor."""
 
 
 def parse(text: str) -> dict[str, Value]:

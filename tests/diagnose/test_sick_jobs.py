@@ -79,7 +79,7 @@ def examined(doctor: Doctor, kind: Kind, path: Path, note: Note) -> Verdict:
     report = doctor.directory / "findings.json"
     report.touch()
     if sizes(path):
-        words = ["parity", "--json", "--run-dir", "sizes", "--nproc", sizes(path)]
+        words = ["parity", "--json", "--run-dir", "sizes", "--nproc", *sizes(path)]
         compared = json.loads(doctor.cli(*words, "--", str(path)).stdout)
         assert compared["failed"] == []
         report.write_text("".join(f"{json.dumps(each)}\n" for each in compared["findings"]))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ddpdoctor.diagnose.parity.rules_rates import _forgets
-from ddpdoctor.probe.observers.trained import MAX_OTHERS, Trained
+from ddpdoctor.probe.observers.trained import MAX_OTHERS, KeptWeights, Trained
 from ddpdoctor.run.records.base import JsonObject
 from tests.support.probed import a_rank
 
@@ -138,6 +138,28 @@ def test_an_average_whose_decay_grows_is_not_judged(made: str) -> None:
     found = averages(steps_of(module, update))
     assert sum(each < 1.0 for each in found) > STEPS / 2
     assert _forgets(tuple(found)) is None
+
+
+def test_weights_that_are_kept() -> None:
+    module = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    before = copy.deepcopy(module.state_dict())
+    observer = KeptWeights(a_rank([]))
+    ddp, alone = Wrapped(module), nn.Linear(8, 8)
+    first = alone.weight.detach().clone()
+    optimizer = torch.optim.SGD([*ddp.parameters(), *alone.parameters()], lr=0.1)
+    for step in range(3):
+        observer.forward_begins(ddp, True)
+        loss = alone(ddp(torch.randn(4, 8))).square().mean()
+        # A model that is evaluated between does not disturb the backward.
+        observer.model_evaluates(module)
+        optimizer.zero_grad()
+        loss.backward()
+        observer.step_begins(optimizer)
+        optimizer.step()
+        assert not torch.equal(alone.weight, first)
+        observer.step_ended(optimizer, step)
+        assert all(torch.equal(each, before[name]) for name, each in module.state_dict().items())
+        assert torch.equal(alone.weight, first)
 
 
 def test_two_optimizers_make_one_step() -> None:

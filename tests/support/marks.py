@@ -97,10 +97,10 @@ def options(path: Path) -> list[str]:
     return match[1].split() if match is not None else []
 
 
-def sizes(path: Path) -> str:
-    """The numbers of ranks with which ``ddpdoctor parity`` runs a job. Empty if it does not."""
-    match = re.search(r"^# parity: ([\d,]+)$", path.read_text(), re.MULTILINE)
-    return match[1] if match is not None else ""
+def sizes(path: Path) -> list[str]:
+    """The numbers of ranks with which ``ddpdoctor parity`` runs a job, and its options, if any."""
+    match = re.search(r"^# parity: ([\d,]+.*)$", path.read_text(), re.MULTILINE)
+    return match[1].split() if match is not None else []
 
 
 def fix(path: Path) -> str:

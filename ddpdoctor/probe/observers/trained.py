@@ -156,10 +156,10 @@ class Trained(Observer):
         self._clipped = False
         self._masks: list[int] = []
         self._measured: tuple[float | None, float | None, float | None, float | None] | None = None
-        for each in os.environ.get(overrides.VARIABLE, "").split():
-            name, _, value = each.partition("=")
-            if name == overrides.SEED:
-                state.add(OverrideRecord(owner=overrides.SEED, name=name, value=value), 1)
+        for name in (overrides.SEED, overrides.WEIGHTS):
+            value = _overridden().get(name)
+            if value is not None:
+                state.add(OverrideRecord(owner=name, name=name, value=str(value)), 2)
 
     def ddp_built(self, ddp: Any) -> None:
         """Follow its forwards. Hooks on its module would be pickled with that."""
@@ -328,6 +328,49 @@ class Trained(Observer):
                     scheduler=type(found[0]).__name__, **course._asdict(), **known[-1][1].place
                 )
             )
+
+
+class KeptWeights(Observer):
+    """Undo what optimizers and training forwards change, so that all evaluations have one model."""
+
+    def __init__(self, state: RankState) -> None:
+        super().__init__(state)
+        self._first: dict[int, tuple[Any, Any]] = {}  # A tensor and a copy, by the tensor's id
+
+    def forward_begins(self, ddp: Any, armed: bool) -> None:
+        """Keep the tensors of a module before its first training forward."""
+        self._keep(itertools.chain(ddp.module.parameters(), ddp.module.buffers()))
+
+    def step_begins(self, optimizer: Any) -> None:
+        """Keep parameters that belong to no DDP module."""
+        self._keep(each for group in optimizer.param_groups for each in group["params"])
+
+    def step_ended(self, optimizer: Any, number: int) -> None:
+        """Undo the step."""
+        self._restore()
+
+    def model_evaluates(self, module: Any) -> None:
+        """Undo what forwards without a step behind them changed in buffers."""
+        self._restore()
+
+    def _keep(self, tensors: Iterable[Any]) -> None:
+        for each in tensors:
+            if id(each) not in self._first:
+                self._first[id(each)] = each, each.detach().clone()
+
+    def _restore(self) -> None:
+        for tensor, first in self._first.values():
+            # A backward may be between: autograd does not have to notice.
+            tensor.data.copy_(first)
+
+
+def _overridden() -> dict[str, overrides.Value]:
+    return overrides.parse(os.environ.get(overrides.VARIABLE, ""))
+
+
+def keeps_weights() -> bool:
+    """Return whether the weights of this job have to stay as they are."""
+    return overrides.WEIGHTS in _overridden()
 
 
 def _norm(tensors: Iterable[Any]) -> float | None:
