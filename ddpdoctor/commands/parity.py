@@ -47,7 +47,7 @@ from ddpdoctor.run.names import CAPSULE, TRAINED
 from ddpdoctor.run.overrides import SEED, WEIGHTS
 from ddpdoctor.run.reader import RunReader
 from ddpdoctor.run.records.model import DdpRecord
-from ddpdoctor.run.records.process import OverrideRecord
+from ddpdoctor.run.records.process import FaultRecord, OverrideRecord
 from ddpdoctor.run.records.training import CapsuleRecord
 from ddpdoctor.run.rundir import put
 from ddpdoctor.run.snapshot import Run
@@ -324,7 +324,10 @@ def _metrics(kept: Sequence[Compared]) -> tuple[list[Finding], list[str]]:
         sizes = f"{count(base.training.ranks, 'rank')} and {each.training.ranks}"
         one, other = base.training.weights or 0.0, each.training.weights or 0.0
         pairs = list(compared_metrics(base.run, each.run))
-        if not math.isclose(one, other, rel_tol=SAME_WEIGHTS):
+        ranks = (*base.run.last, *each.run.last)
+        if any(rank.records.of(FaultRecord) for rank in ranks):
+            remarks.append(f"the metrics of {sizes} were not compared: a part of the probe failed")
+        elif not math.isclose(one, other, rel_tol=SAME_WEIGHTS):
             remarks.append(f"the metrics of {sizes} were not compared: other initial weights")
         elif not pairs:
             remarks.append(
