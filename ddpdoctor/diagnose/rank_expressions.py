@@ -248,6 +248,9 @@ def _value(node: ast.expr, rank: int, words: Words) -> object:
         if any(each is not _UNKNOWN and bool(each) is decisive for each in values):
             return decisive
         return _UNKNOWN if any(each is _UNKNOWN for each in values) else not decisive
+    if isinstance(node, ast.IfExp):
+        test = _value(node.test, rank, words)
+        return test if test is _UNKNOWN else _value(node.body if test else node.orelse, rank, words)
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         return _value_of_comparison(node, rank, words)
     return _UNKNOWN

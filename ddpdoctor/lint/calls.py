@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ddpdoctor.core.syntax import last_name
 
@@ -60,6 +60,23 @@ def default_of(function: ast.AST, name: str) -> ast.expr | None:
         if argument.arg == name:
             return default
     return None
+
+
+def returned(function: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.expr | None:
+    """Return what a function returns, if it computes nothing else: also under conditions."""
+    return _returned(function.body)
+
+
+def _returned(block: Sequence[ast.stmt]) -> ast.expr | None:
+    first = block[0] if block else None
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+        return _returned(block[1:])
+    if isinstance(first, ast.Return):
+        return first.value
+    if not isinstance(first, ast.If):
+        return None
+    body, orelse = _returned(first.body), _returned([*first.orelse, *block[1:]])
+    return ast.IfExp(first.test, body, orelse) if body and orelse else None
 
 
 def calls_in(nodes: Iterable[ast.AST], *names: str) -> list[ast.Call]:

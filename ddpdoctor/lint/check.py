@@ -27,7 +27,10 @@ from ddpdoctor.lint.rules import LINT_RULES, Hit, LintRule
 UNREADABLE = "DDP016"
 """The code of a file that cannot be read or parsed, as in ``ddpdoctor check``."""
 
-_ASIDE = (".LightningDataModule", ".seed_everything")
+_ASIDE = re.compile(
+    r"\.(LightningDataModule|seed_everything|DistributedSamplerWrapper)$"
+    r"|^\w+\.(cnn|image|layers|losses|metrics|ops|structures)\b"
+)
 """Parts of frameworks that do nothing for the loop of a program."""
 
 MAX_ROUNDS = 8
@@ -207,7 +210,7 @@ def _frameworks(program: Program) -> set[str]:
         if code.function(node) is None or not program.wraps or _is_always_run(program, code, node)
         for each in node.names
     ]
-    used = [each.lstrip(".") for each in names if not each.endswith(_ASIDE)]
+    used = [each.lstrip(".") for each in names if not _ASIDE.search(each)]
     return {".".join(name.split(".")[:count]) for name in used for count in (1, 2)}
 
 

@@ -8,18 +8,20 @@ returns of functions, within one file and through imports of other files.
 from __future__ import annotations
 
 import ast
-from collections import defaultdict
+import copy
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ddpdoctor.core.syntax import FUNCTIONS, NESTED, Function, Tree, last_name
+from ddpdoctor.core.syntax import FUNCTIONS, NESTED, Function, Tree, last_name, walk
 from ddpdoctor.diagnose.rank_expressions import (
     ASSIGNING,
     Words,
     discerns,
     runs_on_one_rank,
     says_condition,
+    says_rank,
     words_of,
 )
 from ddpdoctor.lint.branches import is_for_one_process
@@ -28,6 +30,7 @@ from ddpdoctor.lint.calls import (
     default_of,
     is_below_a_number,
     parameters_of,
+    returned,
     targets_of,
 )
 from ddpdoctor.lint.files import SourceFile
@@ -76,6 +79,35 @@ _COLLECTED = frozenset(
 )
 
 
+def _leave_out(tree: ast.Module) -> None:
+    """Make conditions on flags that a module sets once, to False, constant.
+
+    `Tree` leaves out what they hold.
+    """
+    flags = {
+        last_name(each.targets[0])
+        for each in tree.body
+        if isinstance(each, ast.Assign) and getattr(each.value, "value", None) is False
+    }
+    nodes = walk(tree) if flags else []
+    bound = Counter(
+        node.arg if isinstance(node, ast.arg) else node.id
+        for node in nodes
+        if isinstance(node, ast.arg)
+        or (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store))
+    )
+    for node in nodes:
+        if isinstance(node, ast.If):
+            test = node.test
+            is_and = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And)
+            needed = {
+                getattr(each, "id", "")
+                for each in (getattr(test, "values", ()) if is_and else (test,))
+            }
+            if any(bound[each] == 1 for each in needed & flags):
+                node.test = ast.copy_location(ast.Constant(False), test)
+
+
 def _is_scope_of(node: ast.AST, child: ast.AST) -> bool:
     """Return whether the names of a child are those of a function, class or module around it."""
     if isinstance(node, FUNCTIONS):
@@ -112,6 +144,7 @@ class Code(Tree):
     program: Program
 
     def __init__(self, file: SourceFile, tree: ast.Module) -> None:
+        _leave_out(tree)
         super().__init__(tree)
         self.file = file
         self.imports: dict[str, str] = {}
@@ -127,6 +160,7 @@ class Code(Tree):
         self._function: dict[ast.AST, Function | None] = {}
         self._by_type: dict[type, list[Any]] = defaultdict(list)
         self._mentioned: dict[ast.AST, set[str]] = {}
+        self._conditions: dict[ast.expr, ast.expr] = {}
         self._discerned: dict[ast.expr, bool] = {}
         self._calls_of: dict[str, list[ast.Call]] = {}
         self._seen: dict[ast.AST, tuple[list[Item], bool]] = {}
@@ -354,36 +388,13 @@ class Code(Tree):
     @property
     def wraps(self) -> list[ast.Call]:
         """The calls that wrap a model with torch's DDP."""
-        found = self.calls_of("DistributedDataParallel")
-        return [each for each in found if not self._is_off(each)] if self._flags_off else found
+        return self.calls_of("DistributedDataParallel")
 
     @cached_property
     def apex_wraps(self) -> list[ast.Call]:
         """The calls that wrap a model with the DDP of apex."""
         calls = self.calls_named("DistributedDataParallel")
         return [each for each in calls if self.dotted(each.func).startswith("apex.")]
-
-    @cached_property
-    def _flags_off(self) -> set[str]:
-        """Names that the module sets once, to False: ``ddp = False``."""
-        return {
-            name
-            for (scope, name), items in self._set.items()
-            if scope is self.tree
-            and len(items) == 1
-            and isinstance(items[0].value, ast.Constant)
-            and items[0].value.value is False
-        }
-
-    def _is_off(self, node: ast.AST) -> bool:
-        """Return whether a flag that is off keeps a node from running."""
-        inner = node
-        for each in self.above(node):
-            held = isinstance(each, ast.If) and inner in each.body
-            if held and last_name(getattr(each, "test", each)) in self._flags_off:
-                return True
-            inner = each
-        return False
 
     @cached_property
     def words(self) -> Words:
@@ -397,17 +408,61 @@ class Code(Tree):
         """Return whether a condition differs between ranks. False if that is not known."""
         known = self._discerned.get(test)
         if known is None:
-            # The result of a function of a rank is unknown, and may be equal on all ranks.
+            shown = self.condition(test)
+            # The result of another function of a rank may be equal on all ranks.
             made = any(
                 isinstance(each, ast.Call)
                 and each.args
                 and isinstance(each.func, ast.Name)
                 and each.func.id in self.functions
                 and not says_condition(each.func.id)
-                for each in ast.walk(test)
+                for each in ast.walk(shown)
             )
-            known = self._discerned[test] = not made and self._differs(test)
+            known = self._discerned[test] = not made and self._differs(shown)
         return known
+
+    def condition(self, test: ast.expr) -> ast.expr:
+        """Return a condition with what the program's functions return in place of their calls."""
+        known = self._conditions.get(test)
+        if known is None:
+            known = self._conditions[test] = self._inlined(test, {}, 3)
+        return known
+
+    def _inlined(self, node: ast.expr, given: dict[str, ast.expr], depth: int) -> ast.expr:
+        """Return an expression with results in place of calls, and values in place of names."""
+        if isinstance(node, ast.Name):
+            return given.get(node.id, node)
+        if isinstance(node, ast.Call):
+            name = last_name(node.func)
+            known = says_condition(name) or (says_rank(name) and not node.args)
+            targets = self.program.targets(self, node) if depth > 0 and not known else []
+            result = returned(targets[0][1]) if len(targets) == 1 else None
+            if result is not None:
+                other, function = targets[0]
+                method = other.is_method(function)
+                values = {
+                    name: argument_of(node, function, name, method) or default_of(function, name)
+                    for name in parameters_of(function)
+                }
+                passed = {
+                    name: self._inlined(value, given, depth - 1)
+                    for name, value in values.items()
+                    if value is not None
+                }
+                return other._inlined(result, passed, depth - 1)
+        if not isinstance(node, (ast.Call, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.IfExp)):
+            return node
+        copied = copy.copy(node)
+        for name, value in ast.iter_fields(node):
+            if isinstance(value, list):
+                parts = [
+                    self._inlined(each, given, depth) if isinstance(each, ast.expr) else each
+                    for each in value
+                ]
+                setattr(copied, name, parts)
+            elif isinstance(value, ast.expr):
+                setattr(copied, name, self._inlined(value, given, depth))
+        return copied
 
     def _differs(self, test: ast.expr) -> bool:
         """Return whether a condition differs between ranks by one of its parts."""

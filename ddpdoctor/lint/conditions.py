@@ -80,7 +80,7 @@ def _other_tests(code: Code, node: ast.AST, inner: ast.AST) -> list[ast.expr]:
         above = code.parents[node]
         return [above.subject] if isinstance(above, ast.Match) else []
     if isinstance(node, ast.While) and inner in node.body:
-        return [node.test] if by_rank_alone(node.test, code.words) else []
+        return [node.test] if by_rank_alone(code.condition(node.test), code.words) else []
     if isinstance(node, (ast.ListComp, ast.SetComp, ast.GeneratorExp, ast.DictComp)):
         generators: list[ast.comprehension] = node.generators
         return [] if inner in generators else [one for each in generators for one in each.ifs]
@@ -98,7 +98,10 @@ def _left_above(code: Code, parent: ast.AST, inner: ast.stmt) -> list[tuple[ast.
         if isinstance(each.body[-1], LEAVING)
         and code.discerns(each.test)
         # A `continue` that depends on more than the rank may let a later round reach it.
-        and (isinstance(each.body[-1], ast.Return) or by_rank_alone(each.test, code.words))
+        and (
+            isinstance(each.body[-1], ast.Return)
+            or by_rank_alone(code.condition(each.test), code.words)
+        )
     ]
 
 

@@ -56,15 +56,17 @@ def reaching(
 
 
 def _inside(node: ast.AST, sets: set[ast.stmt]) -> set[ast.stmt]:
-    """Return the statements in a node that set the name, except in branches that leave."""
+    """Return the statements in a node whose value lasts to its end, except in leaving branches."""
+    blocks: list[Sequence[ast.AST]] = [getattr(node, name, ()) for name in _BLOCKS]
     if isinstance(node, ast.If):
-        kept = [each for each in (node.body, node.orelse) if not _leaves(each)]
-        nodes: Sequence[ast.AST] = [one for each in kept for one in each]
-    else:
-        nodes = [one for name in _BLOCKS for one in getattr(node, name, ())]
+        blocks = [each for each in (node.body, node.orelse) if not _leaves(each)]
     found = {node} & sets if isinstance(node, ast.stmt) else set()
-    for each in nodes:
-        found |= _inside(each, sets)
+    for block in blocks:
+        for each in reversed(block):
+            found |= _inside(each, sets)
+            always = isinstance(each, ast.stmt) and _always_sets(each, sets)
+            if always and not isinstance(node, ast.Try):
+                break
     return found
 
 

@@ -16,6 +16,7 @@ from ddpdoctor.lint.loops import runs_backward
 from ddpdoctor.lint.ranks import depends_on_rank
 from ddpdoctor.lint.reductions import names_in, unreduced
 from ddpdoctor.lint.rules import Hit, rule
+from ddpdoctor.lint.wrapped import certainly_ddp
 
 COLLECTIVES = (
     "barrier", "all_reduce", "broadcast", "all_gather", "gather", "scatter", "reduce", "all_to_all",
@@ -102,8 +103,8 @@ def _excludes(code: Code, one: tuple[ast.AST, bool], other: tuple[ast.AST, bool]
     if not isinstance(one[0], (ast.If, ast.IfExp)) or not isinstance(other[0], (ast.If, ast.IfExp)):
         return True
     for rank in range(8):
-        first = allowed(one[0].test, code.words, rank)
-        second = allowed(other[0].test, code.words, rank)
+        first = allowed(code.condition(one[0].test), code.words, rank)
+        second = allowed(code.condition(other[0].test), code.words, rank)
         if first == {one[1]} and second == {other[1]}:
             return False
     return True
@@ -214,9 +215,9 @@ def _makes_buffers(code: Code, block: ast.AST) -> bool:
 
 def _forward_of(code: Code, call: ast.Call) -> tuple[Code, ast.Call] | None:
     """Return the forward of a DDP object that a call runs, itself or in a function."""
-    if isinstance(call.func, (ast.Name, ast.Attribute)) and _certainly_ddp(code, call.func, call):
+    if isinstance(call.func, (ast.Name, ast.Attribute)) and certainly_ddp(code, call.func, call):
         return code, call
-    if isinstance(call.func, ast.Attribute) and _certainly_ddp(code, call.func.value, call):
+    if isinstance(call.func, ast.Attribute) and certainly_ddp(code, call.func.value, call):
         # A method of the module itself.
         return None
     for other, function in code.program.targets(code, call):
@@ -224,7 +225,7 @@ def _forward_of(code: Code, call: ast.Call) -> tuple[Code, ast.Call] | None:
             name
             for name in parameters_of(function)
             if (given := argument_of(call, function, name, other.is_method(function))) is not None
-            and _certainly_ddp(code, given, call)
+            and certainly_ddp(code, given, call)
         }
         for each in (one for one in other.within(function) if isinstance(one, ast.Call)):
             if not _runs_ddp(other, function, each, passed):
@@ -248,9 +249,7 @@ def _runs_ddp(code: Code, function: ast.AST, call: ast.Call, passed: set[str]) -
     name = call.func.id if isinstance(call.func, ast.Name) else ""
     if name in parameters_of(function) or code.binds(function, name):
         return name in passed
-    return isinstance(call.func, (ast.Name, ast.Attribute)) and _certainly_ddp(
-        code, call.func, call
-    )
+    return isinstance(call.func, (ast.Name, ast.Attribute)) and certainly_ddp(code, call.func, call)
 
 
 def _keeps_buffers(wrap: ast.Call) -> bool:
@@ -267,54 +266,8 @@ def _evaluates_elsewhere(code: Code, call: ast.Call) -> bool:
     return (
         _EVALUATES.match(last_name(call.func)) is not None
         and not code.program.targets(code, call)
-        and any(_certainly_ddp(code, each, call) for each in call.args)
+        and any(certainly_ddp(code, each, call) for each in call.args)
     )
-
-
-def _is_passed_ddp(code: Code, node: ast.Name, depth: int) -> bool:
-    """Return whether a parameter is DDP in all calls of its function."""
-    function = code.function(node)
-    if (
-        function is None
-        or depth <= 0
-        or node.id not in parameters_of(function)
-        or code.binds(function, node.id)
-    ):
-        return False
-    passed = [
-        (other, argument_of(call, function, node.id, is_method=code.is_method(function)), call)
-        for other, call in code.program.callers(code, function)
-    ]
-    return bool(passed) and all(
-        given is not None and _certainly_ddp(other, given, call, depth - 1)
-        for other, given, call in passed
-    )
-
-
-def _certainly_ddp(code: Code, node: ast.expr, at: ast.expr, depth: int = 2) -> bool:
-    """Return whether an expression is certainly a DDP object where it is used."""
-    if isinstance(node, ast.Attribute) and last_name(node.value) == "self":
-        owner = code.owner(node)
-        items = [item for other, item in code.values(node) if code is other]
-        own = [each for each in items if code.owner(each.node) is owner]
-        last = max(own, key=lambda each: getattr(each.node, "lineno", 0), default=None)
-        return last is not None and code.is_torch(last.value, "DistributedDataParallel")
-    if not isinstance(node, ast.Name):
-        return False
-    made = code.origins(node)
-    if made and all(each.code.is_torch(each.node, "DistributedDataParallel") for each in made):
-        return True
-    bound = [
-        (item.node.lineno, any(each in code.wraps for each in ast.walk(item.value)))
-        for other, item in code.values(node)
-        if other is code
-        and isinstance(item.node, ast.Assign)
-        # What a function reads of the scope around it is set by the time it is called.
-        and (item.node.lineno < at.lineno or code.scope(item.node) is not code.scope(node))
-    ]
-    if any(is_ddp for _, is_ddp in bound):
-        return max(bound)[1]
-    return _is_passed_ddp(code, node, depth)
 
 
 @rule("DDP403", Severity.ERROR)
@@ -484,7 +437,8 @@ def _left(code: Code, node: ast.Break) -> Iterator[Hit]:
     trains = runs_backward(code, loops[0]) or bool(code.called(loops[0], "set_epoch"))
     # On some rank the condition is certainly the opposite.
     certain = any(
-        allowed(condition.test, code.words, rank) == {not held[0][1]} for rank in range(1, 8)
+        allowed(code.condition(condition.test), code.words, rank) == {not held[0][1]}
+        for rank in range(1, 8)
     )
     if (agrees and not certain) or ways > 1 or _joins(code, node) or not trains:
         return
@@ -643,7 +597,7 @@ def _only_condition(code: Code, targets: list[ast.Name]) -> ast.If | None:
         all(
             each is not None
             and isinstance(each[0], ast.If)
-            and allowed(each[0].test, code.words, rank) == {not each[1]}
+            and allowed(code.condition(each[0].test), code.words, rank) == {not each[1]}
             for each in held
         )
         for rank in range(8)

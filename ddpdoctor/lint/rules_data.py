@@ -10,7 +10,7 @@ from ddpdoctor.core.syntax import last_name
 from ddpdoctor.lint.calls import has_unpacked, keyword
 from ddpdoctor.lint.code import Code
 from ddpdoctor.lint.conditions import is_guarded
-from ddpdoctor.lint.ranks import mentions_rank
+from ddpdoctor.lint.ranks import depends_on_rank
 from ddpdoctor.lint.rules import TRAINERS, Hit, rule
 
 
@@ -93,7 +93,7 @@ def _seeds(code: Code, module: str) -> bool:
 def _is_seeded(code: Code) -> bool:
     """Return whether the program may use the same seed on all ranks."""
     return any(
-        not call.args or not mentions_rank(each, call.args[0])
+        not call.args or not depends_on_rank(each, call.args[0])
         for each in code.program.codes
         for name, calls in each.calls_by_name.items()
         if "seed" in name.lower()

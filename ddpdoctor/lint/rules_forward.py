@@ -13,7 +13,7 @@ from ddpdoctor.lint.calls import targets_of
 from ddpdoctor.lint.code import Code
 from ddpdoctor.lint.conditions import guards, in_both_branches, under, without_gradients
 from ddpdoctor.lint.rules import Hit, rule
-from ddpdoctor.lint.wrapped import TELLS_DDP, bound, is_wrapper, over_parameters, same
+from ddpdoctor.lint.wrapped import TELLS_DDP, bound, is_bare, is_wrapper, over_parameters, same
 
 _QUIET = frozenset((
     "apply", "buffers", "children", "clip", "config", "cpu", "cuda", "eval", "extra_repr", "float",
@@ -145,7 +145,10 @@ def _trained_bare(code: Code) -> Iterator[Hit]:
         if not last_name(call.func).lower().startswith("train") or call.args == []:
             continue
         passed = [*call.args[1:], *(each.value for each in call.keywords)]
-        if code.program.targets(code, call) or any(is_wrapper(code, each) for each in passed):
+        known = code.program.targets(code, call) or code.program.class_named(
+            code, last_name(call.func)
+        )
+        if known or any(is_wrapper(code, each) for each in passed):
             continue
         for each in call.args[:1]:
             made = code.origins(each)
@@ -224,10 +227,8 @@ def _goes_around(code: Code, call: ast.Call) -> bool:
 def _is_of_module(code: Code, call: ast.Call) -> bool:
     """Return whether a call runs the module inside of DDP."""
     node: ast.expr = call.func
-    if _is_alias(code, node, call) or _holds_bare(code, node):
+    if _is_alias(code, node, call) or _holds_bare(code, node) or is_bare(code, node):
         return True
-    if isinstance(node, ast.Attribute) and node.attr == "module":
-        return is_wrapper(code, node.value)
     if not isinstance(node, ast.Attribute) or node.attr in _QUIET:
         return False
     used = not isinstance(code.parents[call], ast.Expr)

@@ -16,7 +16,7 @@ from ddpdoctor.lint.conditions import (
 )
 from ddpdoctor.lint.ranks import is_world_size
 from ddpdoctor.lint.rules import TRAINERS, Hit, rule
-from ddpdoctor.lint.wrapped import is_wrapper
+from ddpdoctor.lint.wrapped import is_bare, is_wrapper
 
 
 @rule("DDP304", Severity.INFO)
@@ -110,7 +110,7 @@ def _armed_late(code: Code) -> Iterator[Hit]:
             and isinstance(target, ast.Attribute)
             and ast.unparse(each.func) == ast.unparse(target.value)
         ]
-        before = any(at < node.lineno for at in forwards)
+        before = any(at < node.lineno for at in forwards) and not is_bare(code, target.value)
         ends = [each.lineno for each in code.called(loops[0], "backward")]
         if before and max(forwards) < node.lineno < max(ends, default=0) and len(forwards) == 1:
             yield Hit(

@@ -15,6 +15,7 @@ from ddpdoctor.lint.conditions import exclusive, under
 from ddpdoctor.lint.names import DISTRIBUTED, ENVIRONMENT
 from ddpdoctor.lint.program import Program
 from ddpdoctor.lint.ranks import counts_gpus, is_local_rank, is_rank, is_world_size, variable
+from ddpdoctor.lint.reach import Reach
 from ddpdoctor.lint.rules import Hit, rule
 
 
@@ -405,8 +406,13 @@ def wrong_device_ids(code: Code) -> Iterator[Hit]:
 def local_rank_option(code: Code) -> Iterator[Hit]:
     """Find options for the local rank that current launchers do not pass."""
     program = code.program
-    parallel = program.uses("init_process_group", "DistributedDataParallel", "DistributedSampler")
-    if not parallel or program.uses("spawn", "deepspeed"):
+    reach = program.once("reach", lambda: Reach(program))
+    joins = any(
+        reach.runs(each, call)
+        for each in program.codes
+        for call in each.calls_by_name.get("init_process_group", ())
+    )
+    if (not joins and not program.wraps) or program.uses("spawn", "deepspeed"):
         return
     for call in _options(code):
         names = [each.value for each in call.args if isinstance(each, ast.Constant)]

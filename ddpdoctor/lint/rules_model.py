@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Sequence
 
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.syntax import FUNCTIONS, LOOPS, last_name
-from ddpdoctor.lint.calls import calls_in, keyword, targets_of
+from ddpdoctor.lint.calls import calls_in, keyword, parameters_of, targets_of
 from ddpdoctor.lint.code import Code
 from ddpdoctor.lint.conditions import (
     exclusive,
@@ -21,7 +22,15 @@ from ddpdoctor.lint.loaders import sampler_of
 from ddpdoctor.lint.names import WRAPPER
 from ddpdoctor.lint.program import Program
 from ddpdoctor.lint.rules import Hit, rule
-from ddpdoctor.lint.wrapped import TELLS_DDP, bound, is_wrapper, over_parameters, same
+from ddpdoctor.lint.wrapped import (
+    TELLS_DDP,
+    bound,
+    is_ddp,
+    is_passed_ddp,
+    is_wrapper,
+    over_parameters,
+    same,
+)
 
 
 def _after(code: Code, wrap: ast.Call) -> Iterator[ast.AST]:
@@ -596,13 +605,15 @@ def wrapper_attribute(code: Code) -> Iterator[Hit]:
     targets = {
         last_name(target) for wrap in code.wraps for target in targets_of(code.statement(wrap))
     }
-    for name, loads in code.loads.items() if targets else ():
+    for name, loads in code.loads.items() if code.program.wraps else ():
         if name in WRAPPER or name.startswith("_"):
             continue
         for load in loads:
-            if not isinstance(load, ast.Attribute) or last_name(load.value) not in targets:
+            if not isinstance(load, ast.Attribute):
                 continue
-            wrap = _only_wrapper(code, load.value)
+            wrap = _passed_wrapper(code, load.value)
+            if wrap is None and last_name(load.value) in targets:
+                wrap = _only_wrapper(code, load.value)
             if wrap is None or under(code, load, *TELLS_DDP):
                 continue
             if not _is_set_on_wrapper(code, load, wrap):
@@ -612,6 +623,17 @@ def wrapper_attribute(code: Code) -> Iterator[Hit]:
                     f"Use .module.{name}.",
                 )
                 break
+
+
+def _passed_wrapper(code: Code, node: ast.expr) -> ast.Call | None:
+    """Return the DDP call that a parameter is in all calls of its function."""
+    if not isinstance(node, ast.Name) or node.id not in parameters_of(code.scope(node)):
+        return None
+    find = functools.partial(is_passed_ddp, code, node)
+    if not code.program.once(f"{code.file.path} {id(code.scope(node))} {node.id}", find):
+        return None
+    made = [each.node for each in code.origins(node) if is_ddp(each)]
+    return made[0] if made and isinstance(made[0], ast.Call) else None
 
 
 def _only_wrapper(code: Code, node: ast.expr) -> ast.Call | None:
@@ -678,7 +700,8 @@ def _is_set_on_wrapper(code: Code, load: ast.Attribute, wrap: ast.Call) -> bool:
         for target in targets_of(node)
         if isinstance(target, ast.Attribute)
         and target.attr == load.attr
-        and getattr(target, "lineno", 0) > wrap.lineno
+        and last_name(target.value) != "self"
+        and (each is not code or target.lineno > wrap.lineno)
     )
     return next(stores, None) is not None or any(
         isinstance(each, ast.Try) for each in code.above(load)

@@ -314,7 +314,11 @@ def _feeds_epochs(code: Code, sampler: ast.Call) -> Iterator[ast.AST]:
 
 def _takes_batches(code: Code, call: ast.Call) -> bool:
     """Return whether a loop that trains takes the batches of a call with ``next``."""
-    if last_name(call.func) == "cycle":
+    restarts = any(
+        isinstance(each, ast.ExceptHandler) and last_name(each.type or each) == "StopIteration"
+        for each in code.above(call)
+    )
+    if last_name(call.func) == "cycle" or (last_name(call.func) == "iter" and restarts):
         return code.program.uses("backward")
     loops = code.loops(call) if last_name(call.func) == "iter" else []
     return bool(loops) and runs_often(code, loops[-1]) and runs_backward(code, loops[-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 from ddpdoctor.core.syntax import last_name
+from ddpdoctor.lint.calls import argument_of, parameters_of
 from ddpdoctor.lint.code import Code, Origin
 
 TELLS_DDP = ("hasattr", "ddp", "distrib", "module", "parallel", "world", "gpu", "multi")
@@ -56,3 +57,60 @@ def over_parameters(loop: ast.AST) -> bool:
     made = getattr(loop, "iter", None)
     names = ("parameters", "children", "modules")
     return isinstance(made, ast.Call) and last_name(made.func).removeprefix("named_") in names
+
+
+def is_bare(code: Code, node: ast.expr) -> bool:
+    """Return whether an expression is a module that a wrapper holds: ``model.module``."""
+    made = code.origins(node) if isinstance(node, (ast.Name, ast.Attribute)) else []
+    return not any(map(is_ddp, made)) and any(
+        isinstance(each.node, ast.Attribute)
+        and each.node.attr == "module"
+        and is_wrapper(each.code, each.node.value)
+        for each in made
+    )
+
+
+def is_passed_ddp(code: Code, node: ast.Name, depth: int = 2) -> bool:
+    """Return whether a parameter is DDP in all calls of its function."""
+    function = code.function(node)
+    if (
+        function is None
+        or depth <= 0
+        or node.id not in parameters_of(function)
+        or code.binds(function, node.id)
+    ):
+        return False
+    passed = [
+        (other, argument_of(call, function, node.id, is_method=code.is_method(function)), call)
+        for other, call in code.program.callers(code, function)
+    ]
+    return bool(passed) and all(
+        given is not None and certainly_ddp(other, given, call, depth - 1)
+        for other, given, call in passed
+    )
+
+
+def certainly_ddp(code: Code, node: ast.expr, at: ast.expr, depth: int = 2) -> bool:
+    """Return whether an expression is certainly a DDP object where it is used."""
+    if isinstance(node, ast.Attribute) and last_name(node.value) == "self":
+        owner = code.owner(node)
+        items = [item for other, item in code.values(node) if code is other]
+        own = [each for each in items if code.owner(each.node) is owner]
+        last = max(own, key=lambda each: getattr(each.node, "lineno", 0), default=None)
+        return last is not None and code.is_torch(last.value, "DistributedDataParallel")
+    if not isinstance(node, ast.Name):
+        return code.is_torch(node, "DistributedDataParallel")
+    made = code.origins(node)
+    if made and all(each.code.is_torch(each.node, "DistributedDataParallel") for each in made):
+        return True
+    bound = [
+        (item.node.lineno, any(each in code.wraps for each in ast.walk(item.value)))
+        for other, item in code.values(node)
+        if other is code
+        and isinstance(item.node, ast.Assign)
+        # What a function reads of the scope around it is set by the time it is called.
+        and (item.node.lineno < at.lineno or code.scope(item.node) is not code.scope(node))
+    ]
+    if any(is_ddp for _, is_ddp in bound):
+        return max(bound)[1]
+    return is_passed_ddp(code, node, depth)
