@@ -34,7 +34,7 @@ from ddpdoctor.lint.calls import (
     targets_of,
 )
 from ddpdoctor.lint.files import SourceFile
-from ddpdoctor.lint.flow import reaching
+from ddpdoctor.lint.flow import lasting, reaching
 from ddpdoctor.lint.names import ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -160,12 +160,16 @@ class Code(Tree):
         self._function: dict[ast.AST, Function | None] = {}
         self._by_type: dict[type, list[Any]] = defaultdict(list)
         self._mentioned: dict[ast.AST, set[str]] = {}
+        self._calls_in: dict[ast.AST, list[ast.Call]] = {}
         self._conditions: dict[ast.expr, ast.expr] = {}
         self._discerned: dict[ast.expr, bool] = {}
         self._calls_of: dict[str, list[ast.Call]] = {}
         self._seen: dict[ast.AST, tuple[list[Item], bool]] = {}
         self._set: dict[tuple[ast.AST, str], list[Item]] = defaultdict(list)
         self._attributes: dict[str, list[Item]] = defaultdict(list)
+        self._paths: dict[tuple[ast.AST, str], list[Item]] = defaultdict(list)
+        self._lasting: dict[tuple[ast.AST, str], set[int]] = {}
+        self._path_of: dict[int, tuple[ast.AST, str]] = {}
         for node, parent in self.parents.items():
             known = self._scopes.get(parent, tree)
             self._scopes[node] = parent if _is_scope_of(parent, node) else known
@@ -232,12 +236,11 @@ class Code(Tree):
     ) -> None:
         if isinstance(target, ast.Name):
             self._set[self.scope(target), target.id].append(Item(value, index, is_item, node))
-        elif isinstance(target, ast.Attribute):
-            self._attributes[target.attr].append(Item(value, index, is_item, node))
-        elif isinstance(target, ast.Subscript):
-            key = target.slice
-            if isinstance(key, ast.Constant) and isinstance(key.value, str):
-                self._attributes[f"[{key.value}]"].append(Item(value, index, is_item, node))
+        elif name := _key(target):
+            item = Item(value, index, is_item, node)
+            self._attributes[name].append(item)
+            path = self._path_of[id(item)] = self.scope(target), _path(target)
+            self._paths[path].append(item)
         elif isinstance(target, (ast.Tuple, ast.List)):
             parts = value.elts if isinstance(value, (ast.Tuple, ast.List)) and not is_item else None
             for at, each in enumerate(target.elts):
@@ -431,7 +434,7 @@ class Code(Tree):
     def _inlined(self, node: ast.expr, given: dict[str, ast.expr], depth: int) -> ast.expr:
         """Return an expression with results in place of calls, and values in place of names."""
         if isinstance(node, ast.Name):
-            return given.get(node.id, node)
+            return given.get(node.id) or self._passed_rank(node) or node
         if isinstance(node, ast.Call):
             name = last_name(node.func)
             known = says_condition(name) or (says_rank(name) and not node.args)
@@ -463,6 +466,23 @@ class Code(Tree):
             elif isinstance(value, ast.expr):
                 setattr(copied, name, self._inlined(value, given, depth))
         return copied
+
+    def _passed_rank(self, node: ast.Name) -> ast.expr | None:
+        """Return a name for the rank if all calls of a function pass it as this parameter."""
+        function = self.function(node)
+        if function is None or node.id not in parameters_of(function) or self.words.know(node.id):
+            return None
+        passed = [
+            (code, argument_of(call, function, node.id, self.is_method(function)))
+            for code, call in self.program.callers(self, function)
+        ]
+        for code, each in passed:
+            named = isinstance(each, (ast.Name, ast.Attribute))
+            name = last_name(each) if each is not None else ""
+            numbers = name in code.words.numbers or (says_rank(name) and "rank" in name.lower())
+            if not (named and numbers) and not code.is_dist(each or node, "get_rank"):
+                return None
+        return ast.Name("rank", ast.Load()) if passed else None
 
     def _differs(self, test: ast.expr) -> bool:
         """Return whether a condition differs between ranks by one of its parts."""
@@ -541,13 +561,20 @@ class Code(Tree):
                 if known or passed:
                     return
             yield from self.program.imported_values(self, node.id)
-        elif isinstance(node, ast.Attribute):
-            if isinstance(node.value, ast.Name) and node.value.id in self.imports:
+        elif _key(node):
+            owner = node.value if isinstance(node, ast.Attribute) else None
+            if isinstance(owner, ast.Name) and owner.id in self.imports:
+                assert isinstance(node, ast.Attribute)
                 yield from self.program.module_values(self, node)
-            yield from self._of_attribute(node)
-        elif isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-            for each in self._attributes.get(f"[{node.slice.value!s}]", ()):
-                yield self, each
+            scope, path = self.scope(node), _path(node)
+            seen, always = self._seen_by(node, scope, self._paths.get((scope, path), ()))
+            yield from ((self, each) for each in seen)
+            if not always or self._may_change(node, scope, seen):
+                yield from (
+                    (code, each)
+                    for code, each in self._of_attribute(node)
+                    if each not in seen and code._lasts(each)
+                )
 
     def sets(self, node: ast.expr) -> list[Item]:
         """Return what this file sets a name or an attribute to, without what calls pass."""
@@ -557,11 +584,41 @@ class Code(Tree):
         known = (self._set.get((each, name), []) for each in self._visible(node))
         return next(filter(None, known), [])
 
+    def _lasts(self, item: Item) -> bool:
+        """Return whether what an attribute is set to lasts to the end of the function."""
+        key = self._path_of[id(item)]
+        known = self._lasting.get(key)
+        if known is None:
+            sets = {self.statement(each.node): each for each in self._paths[key]}
+            kept = lasting(key[0], set(sets), leaves=True)
+            known = {id(each) for each in self._paths[key] if self.statement(each.node) in kept}
+            self._lasting[key] = known
+        return id(item) in known
+
+    def _may_change(self, read: ast.expr, scope: ast.AST, seen: Sequence[Item]) -> bool:
+        """Return whether a method of an object may set an attribute before it is read."""
+        owner = _path(getattr(read, "value", read))
+        first = min(self.statement(each.node).lineno for each in seen)
+        return any(
+            first < each.lineno < read.lineno
+            and owner in (_path(getattr(each.func, "value", each)), *map(_path, each.args))
+            for each in self.calls_in_scope(scope)
+        )
+
+    def calls_in_scope(self, scope: ast.AST) -> list[ast.Call]:
+        """Return the calls of a function or module, without nested ones."""
+        known = self._calls_in.get(scope)
+        if known is None:
+            known = [each for each in self.within(scope) if isinstance(each, ast.Call)]
+            self._calls_in[scope] = known
+        return known
+
     def _seen_by(
-        self, read: ast.Name, scope: ast.AST, known: Sequence[Item]
+        self, read: ast.expr, scope: ast.AST, known: Sequence[Item]
     ) -> tuple[Sequence[Item], bool]:
         """Return the values of a name that a read may see, and whether one is always set before."""
-        if not known or not isinstance(read.ctx, ast.Load) or self.scope(read) is not scope:
+        stored = not isinstance(getattr(read, "ctx", None), ast.Load)
+        if not known or stored or self.scope(read) is not scope:
             return known, False
         seen = self._seen.get(read)
         if seen is None:
@@ -571,11 +628,13 @@ class Code(Tree):
             seen = self._seen[read] = items, always
         return seen
 
-    def _of_attribute(self, node: ast.Attribute) -> Iterator[tuple[Code, Item]]:
-        for code in self.program.codes:
-            for item in code._attributes.get(node.attr, ()):
+    def _of_attribute(self, node: ast.expr) -> Iterator[tuple[Code, Item]]:
+        is_key = isinstance(node, ast.Subscript)
+        for code in (self,) if is_key else self.program.codes:
+            for item in code._attributes.get(_key(node), ()):
                 # An attribute of the same name in another class is a different one.
-                mine = self.owner(node) if last_name(node.value) == "self" else None
+                owner = getattr(node, "value", node)
+                mine = self.owner(node) if not is_key and last_name(owner) == "self" else None
                 theirs = code.owner(item.node)
                 if mine is None or theirs is None or self._is_family(mine, code, theirs):
                     yield code, item
@@ -728,6 +787,22 @@ def _items_of(code: Code, item: Item) -> Iterator[tuple[Code, ast.expr, int | No
         for made in code._containers(inner):
             if isinstance(made.node, ast.Dict):
                 yield from ((made.code, each, None) for each in made.node.values)
+
+
+def _key(node: ast.expr) -> str:
+    """Return the name of an attribute, or a key of a dictionary in brackets. Empty for others."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    key = getattr(node.slice, "value", None) if isinstance(node, ast.Subscript) else None
+    return f"[{key}]" if isinstance(key, str) else ""
+
+
+def _path(node: ast.expr) -> str:
+    """Return a chain of names and keys as text: ``self.parts.[model]``. Empty for others."""
+    if isinstance(node, ast.Name):
+        return node.id
+    base = _path(node.value) if isinstance(node, (ast.Attribute, ast.Subscript)) else ""
+    return f"{base}.{key}" if base and (key := _key(node)) else ""
 
 
 def _is_number_of_rank(value: ast.expr) -> bool:

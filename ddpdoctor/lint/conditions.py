@@ -10,6 +10,7 @@ from ddpdoctor.diagnose.rank_expressions import by_rank_alone, runs_on_one_rank
 from ddpdoctor.lint.branches import ifs_before, is_for_one_process
 from ddpdoctor.lint.calls import argument_of, calls_in, has_unpacked, keyword, parameters_of
 from ddpdoctor.lint.code import Code
+from ddpdoctor.lint.wrapped import wrappings
 
 _COMPARISONS = frozenset(("main", "master", "chief", "primary", "verbose", "gpu", "device", "root"))
 
@@ -32,8 +33,8 @@ def guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:
 
 def _groups(code: Code) -> list[tuple[ast.AST, bool]]:
     """Return the conditions under which models are wrapped for a group of the ranks there."""
-    wraps = [each for each in code.wraps if keyword(each, "process_group") is not None]
-    return [guard for each in wraps for guard in _guards(code, each)]
+    wraps = [each for each in wrappings(code) if keyword(each.made, "process_group") is not None]
+    return [guard for each in wraps for guard in _guards(code, each.call)]
 
 
 def _guards(code: Code, node: ast.AST) -> list[tuple[ast.AST, bool]]:

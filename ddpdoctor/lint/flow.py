@@ -41,29 +41,35 @@ def reaching(
             for each in reversed(block[: block.index(inner)]):
                 if each not in holders:
                     continue
-                found |= _inside(each, sets)
+                found |= lasting(each, sets)
                 if _always_sets(each, sets):
                     return found, True
             if isinstance(outer, ast.Try) and name != "body":
-                found |= _inside(outer, sets)
+                found |= lasting(outer, sets)
             elif isinstance(outer, LOOPS):
                 # The previous round, and a `for` sets its target before each.
-                found |= _inside(outer, sets)
+                found |= lasting(outer, sets)
                 if name == "body" and outer in sets:
                     return found, True
         inner = outer
     return found, False
 
 
-def _inside(node: ast.AST, sets: set[ast.stmt]) -> set[ast.stmt]:
-    """Return the statements in a node whose value lasts to its end, except in leaving branches."""
+def lasting(node: ast.AST, sets: set[ast.stmt], leaves: bool = False) -> set[ast.stmt]:
+    """Return the statements in a node whose value lasts to its end.
+
+    Args:
+        node: The node.
+        sets: The statements that set the name.
+        leaves: Keep those in branches that leave the node.
+    """
     blocks: list[Sequence[ast.AST]] = [getattr(node, name, ()) for name in _BLOCKS]
-    if isinstance(node, ast.If):
+    if isinstance(node, ast.If) and not leaves:
         blocks = [each for each in (node.body, node.orelse) if not _leaves(each)]
     found = {node} & sets if isinstance(node, ast.stmt) else set()
     for block in blocks:
         for each in reversed(block):
-            found |= _inside(each, sets)
+            found |= lasting(each, sets, leaves)
             always = isinstance(each, ast.stmt) and _always_sets(each, sets)
             if always and not isinstance(node, ast.Try):
                 break

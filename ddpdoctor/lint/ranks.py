@@ -98,7 +98,7 @@ def mentions_rank(code: Code, node: ast.AST) -> bool:
     for each in ast.walk(node):
         name = last_name(each)
         if isinstance(each, ast.Constant) and isinstance(each.value, str):
-            name = each.value if each.value in ("RANK", "LOCAL_RANK") else ""
+            name = each.value if each.value.upper() in ("RANK", "LOCAL_RANK") else ""
         if not name or OTHER_RANK.search(name):
             continue
         if "rank" in name.lower() or name in code.words.numbers:

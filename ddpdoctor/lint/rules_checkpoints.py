@@ -189,9 +189,10 @@ def _feeds_model(code: Code, call: ast.Call) -> bool:
         for load in each.calls_by_name.get("load_state_dict", ()):
             for argument in load.args[:1]:
                 inner: ast.expr = argument
+                made = [argument, *(one.node for one in each.origins(inner))]
                 while isinstance(inner, (ast.Subscript, ast.Attribute)):
                     inner = inner.value
-                made = [one.node for one in each.origins(inner)] + [argument]
+                    made += [one.node for one in each.origins(inner)]
                 if any(call in ast.walk(one) for one in made):
                     return True
     # A loop may rename its keys.

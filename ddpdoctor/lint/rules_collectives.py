@@ -93,7 +93,15 @@ def _is_matched(
             continue
         if set(_collectives_of(code, each)) & set(names):
             return True
-    return False
+    # A function beside this one may be for the other ranks.
+    return any(
+        other.function(each) is not function
+        and other.is_dist(each, name)
+        and any(_excludes(other, one, (condition, wanted)) for one in guards(other, each)[:1])
+        for other in code.program.codes
+        for name in names
+        for each in other.calls_by_name.get(name, ())
+    )
 
 
 def _excludes(code: Code, one: tuple[ast.AST, bool], other: tuple[ast.AST, bool]) -> bool:

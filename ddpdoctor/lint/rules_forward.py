@@ -13,7 +13,15 @@ from ddpdoctor.lint.calls import targets_of
 from ddpdoctor.lint.code import Code
 from ddpdoctor.lint.conditions import guards, in_both_branches, under, without_gradients
 from ddpdoctor.lint.rules import Hit, rule
-from ddpdoctor.lint.wrapped import TELLS_DDP, bound, is_bare, is_wrapper, over_parameters, same
+from ddpdoctor.lint.wrapped import (
+    TELLS_DDP,
+    is_bare,
+    is_ddp,
+    is_wrapper,
+    over_parameters,
+    same,
+    wrappings,
+)
 
 _QUIET = frozenset((
     "apply", "buffers", "children", "clip", "config", "cpu", "cuda", "eval", "extra_repr", "float",
@@ -132,8 +140,8 @@ def _wrappers_of(code: Code, loss: ast.Call) -> set[str]:
             passes = _PASSES.search(last_name(node.func)) is not None
             queue += [*node.args, *(each.value for each in node.keywords)][: None if passes else 1]
             queue += [node.func.value] if isinstance(node.func, ast.Attribute) else []
-        elif isinstance(node, ast.Name):
-            queue += [item.value for other, item in code.values(node) if other is code]
+        elif made := [item.value for other, item in code.values(node) if other is code]:
+            queue += made
         else:
             queue += [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.expr)]
     return found
@@ -255,21 +263,26 @@ def _is_alias(code: Code, node: ast.expr, call: ast.Call) -> bool:
 
     It is so after ``raw = model`` and ``model = DDP(model)``, or after ``wrapped = DDP(model)``.
     """
-    if not isinstance(node, ast.Name) or under(code, call, *TELLS_DDP):
+    named = isinstance(node, (ast.Name, ast.Attribute, ast.Subscript))
+    if not named or under(code, call, *TELLS_DDP):
         return False
     made = {id(each.node) for each in code.origins(node)}
     if len(made) != 1:
         return False
-    for wrap in code.wraps:
-        target, inner = bound(code, wrap), wrap.args[0] if wrap.args else None
-        if inner is None or target is None or wrap.lineno > call.lineno or same(code, target, node):
+    for wrap, inner, target, _, certain in wrappings(code):
+        if inner is None or target is None or not certain or same(code, target, node):
             continue
         plain = not any(isinstance(each, ast.If) for each in code.above(wrap))
-        if plain and wrap.lineno < call.lineno and code.scope(wrap) is code.scope(node):
+        above = wrap.lineno < call.lineno and code.scope(wrap) is code.scope(node)
+        mine = code.owner(wrap) is code.owner(node) is not None
+        other = (
+            mine and isinstance(node, ast.Attribute) and code.scope(wrap) is not code.scope(node)
+        )
+        if plain and (above or other):
             inside = {
                 id(each.node)
                 for each in code.origins(inner)
-                if isinstance(each.node, ast.Call) and each.node not in code.wraps
+                if isinstance(each.node, ast.Call) and not is_ddp(each)
             }
             if made == inside:
                 return True
@@ -294,19 +307,12 @@ def _holds_bare(code: Code, node: ast.expr) -> bool:
     return any(
         (code.function(wrap) is not place or wrap.lineno > value.lineno)
         and code.owner(wrap) is code.owner(node)
-        and _wraps_again(code, wrap, value.args)
-        for wrap in code.wraps
-    )
-
-
-def _wraps_again(code: Code, wrap: ast.Call, models: list[ast.expr]) -> bool:
-    """Return whether a call wraps one of some attributes in place."""
-    inner, target = wrap.args[0] if wrap.args else None, bound(code, wrap)
-    return (
-        isinstance(inner, ast.Attribute)
+        # It wraps one of the object's models in place.
+        and isinstance(inner, ast.Attribute)
         and target is not None
         and same(code, target, inner)
-        and any(same(code, each, inner) for each in models)
+        and any(same(code, each, inner) for each in value.args)
+        for wrap, inner, target, _, _ in wrappings(code)
     )
 
 

@@ -24,12 +24,13 @@ from ddpdoctor.lint.program import Program
 from ddpdoctor.lint.rules import Hit, rule
 from ddpdoctor.lint.wrapped import (
     TELLS_DDP,
-    bound,
+    apex_wrappings,
     is_ddp,
     is_passed_ddp,
     is_wrapper,
     over_parameters,
     same,
+    wrappings,
 )
 
 
@@ -45,9 +46,7 @@ def _after(code: Code, wrap: ast.Call) -> Iterator[ast.AST]:
 @rule("DDP303", Severity.ERROR)
 def changed_after_wrap(code: Code) -> Iterator[Hit]:
     """Find parameters that are frozen, unfrozen or replaced after the model was wrapped."""
-    for wrap in code.wraps:
-        target = bound(code, wrap)
-        inner = wrap.args[0] if wrap.args else keyword(wrap, "module")
+    for wrap, inner, target, _, _ in wrappings(code):
         models = [each for each in (target, inner) if isinstance(each, (ast.Name, ast.Attribute))]
         if not models or code.loops(wrap):
             continue
@@ -59,7 +58,7 @@ def changed_after_wrap(code: Code) -> Iterator[Hit]:
             mine = any(same(code, owner, each) for each in models) or _item_of(code, node, models)
             again = any(
                 each.lineno > getattr(node, "lineno", 0) and code.scope(each) is code.scope(wrap)
-                for each in code.wraps
+                for each, *_ in wrappings(code)
             )
             if mine and not again:
                 yield Hit(
@@ -215,10 +214,9 @@ def syncbn_after_wrap(code: Code) -> Iterator[Hit]:
         argument = keyword(call, "module", 0)
         if argument is None:
             continue
-        for wrap in code.wraps:
-            target = bound(code, wrap)
+        for wrap, _, target, _, _ in wrappings(code):
             above = wrap.lineno < call.lineno and code.function(wrap) is code.function(call)
-            again = any(each.lineno > call.lineno for each in code.wraps)
+            again = any(each.lineno > call.lineno for each, *_ in wrappings(code))
             if target is not None and above and not again and same(code, target, argument):
                 yield Hit(
                     call,
@@ -252,13 +250,11 @@ def wrap_before_move(code: Code) -> Iterator[Hit]:
     When it stays silent
         A model that was already on the device.
     """
-    for wrap in code.wraps:
-        target = bound(code, wrap)
-        inner = wrap.args[0] if wrap.args else keyword(wrap, "module")
+    for wrap, inner, target, made_by, _ in wrappings(code):
         if target is None or inner is None:
             continue
         yield from _sent_away(code, target)
-        if keyword(wrap, "device_ids", 1) is not None:
+        if keyword(made_by, "device_ids", 1) is not None:
             continue
         made = code.origins(inner)
         if calls_in([inner, *(each.node for each in made)], *_MOVES) or not _is_local(code, inner):
@@ -330,10 +326,9 @@ def wrapper_discarded(code: Code) -> Iterator[Hit]:
     When it stays silent
         Attributes and names that other files may read.
     """
-    for wrap in code.wraps:
+    for wrap, _, target, made, _ in wrappings(code):
         statement = code.statement(wrap)
-        target = bound(code, wrap)
-        if isinstance(statement, ast.Expr) and statement.value is wrap:
+        if isinstance(statement, ast.Expr) and statement.value is made:
             lost = True
         elif isinstance(target, ast.Name):
             scope = code.scope(target)
@@ -374,9 +369,7 @@ def wrapper_discarded(code: Code) -> Iterator[Hit]:
 @rule("DDP319", Severity.ERROR)
 def rank_only_weights(code: Code) -> Iterator[Hit]:
     """Find weights that only one rank loads after the model was wrapped."""
-    for wrap in (*code.wraps, *code.apex_wraps):
-        target = bound(code, wrap)
-        inner = wrap.args[0] if wrap.args else None
+    for wrap, inner, target, _, _ in (*wrappings(code), *apex_wrappings(code)):
         models = [each for each in (target, inner) if isinstance(each, (ast.Name, ast.Attribute))]
         below = list(_after(code, wrap))
         for node in below:
@@ -603,7 +596,9 @@ def deprecated_argument(code: Code) -> Iterator[Hit]:
 def wrapper_attribute(code: Code) -> Iterator[Hit]:
     """Find attributes of the model that are read from its wrapper."""
     targets = {
-        last_name(target) for wrap in code.wraps for target in targets_of(code.statement(wrap))
+        last_name(target)
+        for wrap, *_ in wrappings(code)
+        for target in targets_of(code.statement(wrap))
     }
     for name, loads in code.loads.items() if code.program.wraps else ():
         if name in WRAPPER or name.startswith("_"):
@@ -626,14 +621,17 @@ def wrapper_attribute(code: Code) -> Iterator[Hit]:
 
 
 def _passed_wrapper(code: Code, node: ast.expr) -> ast.Call | None:
-    """Return the DDP call that a parameter is in all calls of its function."""
-    if not isinstance(node, ast.Name) or node.id not in parameters_of(code.scope(node)):
+    """Return the DDP call that a parameter or an attribute of another object certainly is."""
+    own = isinstance(node, ast.Attribute) and last_name(node.value) == "self"
+    if isinstance(node, ast.Name) and node.id in parameters_of(code.scope(node)):
+        find = functools.partial(is_passed_ddp, code, node)
+        if not code.program.once(f"{code.file.path} {id(code.scope(node))} {node.id}", find):
+            return None
+    elif own or not isinstance(node, (ast.Attribute, ast.Subscript)):
         return None
-    find = functools.partial(is_passed_ddp, code, node)
-    if not code.program.once(f"{code.file.path} {id(code.scope(node))} {node.id}", find):
-        return None
-    made = [each.node for each in code.origins(node) if is_ddp(each)]
-    return made[0] if made and isinstance(made[0], ast.Call) else None
+    made = code.origins(node)
+    wrap = made[0].node if made and all(map(is_ddp, made)) else None
+    return wrap if isinstance(wrap, ast.Call) else None
 
 
 def _only_wrapper(code: Code, node: ast.expr) -> ast.Call | None:
@@ -649,9 +647,10 @@ def _only_wrapper(code: Code, node: ast.expr) -> ast.Call | None:
     last = max(items, key=lambda item: getattr(item.node, "lineno", 0), default=None)
     if last is None or last.position is not None or last.is_item:
         return None
-    if not isinstance(last.value, ast.Call) or last.value not in code.wraps:
+    wrap = next((each for each in wrappings(code) if each.call is last.value), None)
+    if wrap is None or not wrap.is_certain:
         return None
-    return last.value if _is_wrapped_at(code, last.node, node) else None
+    return wrap.call if _is_wrapped_at(code, last.node, node) else None
 
 
 def _is_wrapped_at(code: Code, place: ast.AST, node: ast.expr) -> bool:

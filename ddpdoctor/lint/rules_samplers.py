@@ -22,7 +22,7 @@ from ddpdoctor.lint.ranks import (
 )
 from ddpdoctor.lint.reductions import names_in
 from ddpdoctor.lint.rules import LOADERS, TRAINERS, Hit, rule
-from ddpdoctor.lint.wrapped import is_wrapper
+from ddpdoctor.lint.wrapped import certainly_ddp
 
 _ALL = TRAINERS | LOADERS
 
@@ -77,6 +77,10 @@ def _is_dropped(code: Code, call: ast.Call) -> bool:
         # If a loader has another sampler, this one is only an experiment.
         loaders = code.calls_of("DataLoader")
         return code.program.uses("backward") and not any(sampler_of(each) for each in loaders)
+    function = code.function(call)
+    if isinstance(parent, ast.Return) and function is not None:
+        callers = code.program.callers(code, function)
+        return bool(callers) and all(_is_dropped(*each) for each in callers)
     if not isinstance(parent, (ast.Assign, ast.AnnAssign)):
         return False
     targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
@@ -179,7 +183,7 @@ def _trains_elsewhere(code: Code, call: ast.Call) -> bool:
     return (
         last_name(call.func).lower().startswith(("train", "fit"))
         and not code.program.targets(code, call)
-        and any(is_wrapper(code, each) for each in call.args)
+        and any(certainly_ddp(code, each, call) for each in call.args)
     )
 
 
