@@ -236,7 +236,7 @@ class Code(Tree):
     ) -> None:
         if isinstance(target, ast.Name):
             self._set[self.scope(target), target.id].append(Item(value, index, is_item, node))
-        elif name := _key(target):
+        elif name := key_of(target):
             item = Item(value, index, is_item, node)
             self._attributes[name].append(item)
             path = self._path_of[id(item)] = self.scope(target), _path(target)
@@ -561,7 +561,7 @@ class Code(Tree):
                 if known or passed:
                     return
             yield from self.program.imported_values(self, node.id)
-        elif _key(node):
+        elif key_of(node):
             owner = node.value if isinstance(node, ast.Attribute) else None
             if isinstance(owner, ast.Name) and owner.id in self.imports:
                 assert isinstance(node, ast.Attribute)
@@ -631,7 +631,7 @@ class Code(Tree):
     def _of_attribute(self, node: ast.expr) -> Iterator[tuple[Code, Item]]:
         is_key = isinstance(node, ast.Subscript)
         for code in (self,) if is_key else self.program.codes:
-            for item in code._attributes.get(_key(node), ()):
+            for item in code._attributes.get(key_of(node), ()):
                 # An attribute of the same name in another class is a different one.
                 owner = getattr(node, "value", node)
                 mine = self.owner(node) if not is_key and last_name(owner) == "self" else None
@@ -789,7 +789,7 @@ def _items_of(code: Code, item: Item) -> Iterator[tuple[Code, ast.expr, int | No
                 yield from ((made.code, each, None) for each in made.node.values)
 
 
-def _key(node: ast.expr) -> str:
+def key_of(node: ast.expr) -> str:
     """Return the name of an attribute, or a key of a dictionary in brackets. Empty for others."""
     if isinstance(node, ast.Attribute):
         return node.attr
@@ -802,7 +802,7 @@ def _path(node: ast.expr) -> str:
     if isinstance(node, ast.Name):
         return node.id
     base = _path(node.value) if isinstance(node, (ast.Attribute, ast.Subscript)) else ""
-    return f"{base}.{key}" if base and (key := _key(node)) else ""
+    return f"{base}.{key}" if base and (key := key_of(node)) else ""
 
 
 def _is_number_of_rank(value: ast.expr) -> bool:

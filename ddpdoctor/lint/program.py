@@ -104,6 +104,8 @@ class Program:
         self._modules = modules
         self._callers: dict[int, list[tuple[Code, ast.Call]]] = {}
         self._instances: dict[ast.AST, list[tuple[Code, ast.ClassDef]]] = {}
+        self._searches = 0  # Results within a search may lack what it is about to find.
+        self._targets: dict[ast.Call, list[tuple[Code, Function]]] = {}
         self._known: dict[str, Any] = {}
         for code in self.codes:
             code.program = self
@@ -138,6 +140,8 @@ class Program:
 
     def _named(self, code: Code, name: str, depth: int = 4) -> tuple[Code, str] | None:
         """Return the file that defines what a file imports under a name, and the name there."""
+        if name not in code.imports and not code.stars:
+            return None
         module, _, attribute = code.imports.get(name, "").rpartition(".")
         sources = [(module, attribute)] if module else [(each, name) for each in code.stars]
         for source, its in sources:
@@ -167,6 +171,14 @@ class Program:
 
     def targets(self, code: Code, call: ast.Call) -> list[tuple[Code, Function]]:
         """Return the functions of the program that a call may run."""
+        known = self._targets.get(call)
+        if known is None:
+            known = self._find_targets(code, call)
+            if not self._searches:
+                self._targets[call] = known
+        return known
+
+    def _find_targets(self, code: Code, call: ast.Call) -> list[tuple[Code, Function]]:
         name = last_name(call.func)
         if isinstance(call.func, ast.Name):
             return self.functions(code, name)
@@ -188,20 +200,19 @@ class Program:
 
     def _only_methods(self, code: Code, value: ast.expr, name: str) -> list[tuple[Code, Function]]:
         """Return the method of a name that only one class of the program has, with its bases."""
+        methods = self.once(f"methods {name}", lambda: self._of_one_family(name))
+        if not methods or name in _COMMON_METHODS:
+            return []
+        return methods if name not in WRAPPER or self._is_made(code, value, *methods[0]) else []
+
+    def _of_one_family(self, name: str) -> list[tuple[Code, Function]]:
+        """Return the method of the class that all others with one of a name are bases of."""
         methods = [
             (each, one)
             for each in self.codes
             for one in each.functions.get(name, ())
             if each.is_method(one)
         ]
-        if len(methods) > 1:
-            methods = self._of_one_family(methods)
-        if not methods or name in _COMMON_METHODS:
-            return []
-        return methods if name not in WRAPPER or self._is_made(code, value, *methods[0]) else []
-
-    def _of_one_family(self, methods: list[tuple[Code, Function]]) -> list[tuple[Code, Function]]:
-        """Return the method of the class that all others of some methods are bases of."""
         owners = [(each, each.parents[one]) for each, one in methods]
         for (code, owner), method in zip(owners, methods, strict=True):
             family = self.family(code, owner) if isinstance(owner, ast.ClassDef) else []
@@ -243,10 +254,12 @@ class Program:
         if known is None:
             # What an object is made of may lead to the object itself.
             known = self._instances[value] = []
+            self._searches += 1
             for each in code.origins(value):
                 if isinstance(each.node, ast.Call) and isinstance(each.node.func, ast.Name):
                     found = self.class_named(each.code, each.node.func.id)
                     known += [found] if found is not None and found not in known else []
+            self._searches -= 1
         return known
 
     def class_named(self, code: Code, name: str) -> tuple[Code, ast.ClassDef] | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from ddpdoctor.core.finding import Severity
 from ddpdoctor.core.syntax import FUNCTIONS, LOOPS, last_name
 from ddpdoctor.lint.calls import calls_in, keyword, parameters_of, targets_of
-from ddpdoctor.lint.code import Code
+from ddpdoctor.lint.code import Code, key_of
 from ddpdoctor.lint.conditions import (
     exclusive,
     guards,
@@ -600,13 +600,20 @@ def wrapper_attribute(code: Code) -> Iterator[Hit]:
         for wrap, *_ in wrappings(code)
         for target in targets_of(code.statement(wrap))
     }
+    keys = {
+        key_of(each.target)
+        for other in code.program.codes
+        for each in wrappings(other)
+        if each.target is not None
+    }
     for name, loads in code.loads.items() if code.program.wraps else ():
         if name in WRAPPER or name.startswith("_"):
             continue
         for load in loads:
             if not isinstance(load, ast.Attribute):
                 continue
-            wrap = _passed_wrapper(code, load.value)
+            named = isinstance(load.value, ast.Name) or key_of(load.value) in keys
+            wrap = _passed_wrapper(code, load.value) if named else None
             if wrap is None and last_name(load.value) in targets:
                 wrap = _only_wrapper(code, load.value)
             if wrap is None or under(code, load, *TELLS_DDP):

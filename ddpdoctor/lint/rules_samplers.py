@@ -237,7 +237,8 @@ def _is_unsharded(origin: Origin) -> bool:
             names = {last_name(one) for one in ast.walk(node)}
             if names & set(_SYNTHETIC) or "Fake" in last_name(node.func):
                 return False
-            if last_name(node.func) in each.code.classes and not node.args and not node.keywords:
+            made_up = each.code.program.class_named(each.code, last_name(node.func))
+            if made_up is not None and not node.args and not node.keywords:
                 # Synthetic data.
                 return False
         elif isinstance(node, (ast.Subscript, ast.ListComp)):
@@ -306,14 +307,15 @@ def _trains_on_unknown(code: Code, sampler: ast.Call) -> bool:
 
 def _feeds_epochs(code: Code, sampler: ast.Call) -> Iterator[ast.AST]:
     """Yield where a file trains for several epochs over a loader with a sampler."""
-    for node in code.of(ast.For, ast.AsyncFor, ast.Call):
-        if isinstance(node, (ast.For, ast.AsyncFor)):
-            if _is_over(code, node.iter, sampler) and repeats(code, node):
-                yields = any(isinstance(each, ast.Yield) for each in code.within(node))
-                if runs_backward(code, node) or (yields and code.program.uses("backward")):
-                    yield node
-        elif node.args and _takes_batches(code, node) and _is_over(code, node.args[0], sampler):
-            yield node
+    for node in code.of(ast.For, ast.AsyncFor):
+        if _is_over(code, node.iter, sampler) and repeats(code, node):
+            yields = any(isinstance(each, ast.Yield) for each in code.within(node))
+            if runs_backward(code, node) or (yields and code.program.uses("backward")):
+                yield node
+    for name in ("iter", "cycle"):
+        for call in code.calls_by_name.get(name, ()):
+            if call.args and _takes_batches(code, call) and _is_over(code, call.args[0], sampler):
+                yield call
 
 
 def _takes_batches(code: Code, call: ast.Call) -> bool:
@@ -322,9 +324,9 @@ def _takes_batches(code: Code, call: ast.Call) -> bool:
         isinstance(each, ast.ExceptHandler) and last_name(each.type or each) == "StopIteration"
         for each in code.above(call)
     )
-    if last_name(call.func) == "cycle" or (last_name(call.func) == "iter" and restarts):
+    if restarts or last_name(call.func) == "cycle":
         return code.program.uses("backward")
-    loops = code.loops(call) if last_name(call.func) == "iter" else []
+    loops = code.loops(call)
     return bool(loops) and runs_often(code, loops[-1]) and runs_backward(code, loops[-1])
 
 
