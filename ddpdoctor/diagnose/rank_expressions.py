@@ -242,18 +242,22 @@ def _value(node: ast.expr, rank: int, words: Words) -> object:
         if value is not _UNKNOWN and isinstance(node.op, ast.Not):
             return not value
         return -value if isinstance(node.op, ast.USub) and isinstance(value, int) else _UNKNOWN
-    if isinstance(node, ast.BoolOp):
-        values = [_value(each, rank, words) for each in node.values]
-        decisive = isinstance(node.op, ast.Or)
-        if any(each is not _UNKNOWN and bool(each) is decisive for each in values):
-            return decisive
-        return _UNKNOWN if any(each is _UNKNOWN for each in values) else not decisive
-    if isinstance(node, ast.IfExp):
-        test = _value(node.test, rank, words)
-        return test if test is _UNKNOWN else _value(node.body if test else node.orelse, rank, words)
+    if isinstance(node, (ast.BoolOp, ast.IfExp)):
+        return _value_of_choice(node, rank, words)
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
         return _value_of_comparison(node, rank, words)
     return _UNKNOWN
+
+
+def _value_of_choice(node: ast.BoolOp | ast.IfExp, rank: int, words: Words) -> object:
+    if isinstance(node, ast.IfExp):
+        test = _value(node.test, rank, words)
+        return test if test is _UNKNOWN else _value(node.body if test else node.orelse, rank, words)
+    values = [_value(each, rank, words) for each in node.values]
+    decisive = isinstance(node.op, ast.Or)
+    if any(each is not _UNKNOWN and bool(each) is decisive for each in values):
+        return decisive
+    return _UNKNOWN if any(each is _UNKNOWN for each in values) else not decisive
 
 
 def _value_of_comparison(node: ast.Compare, rank: int, words: Words) -> object:

@@ -435,24 +435,9 @@ class Code(Tree):
         """Return an expression with results in place of calls, and values in place of names."""
         if isinstance(node, ast.Name):
             return given.get(node.id) or self._passed_rank(node) or node
-        if isinstance(node, ast.Call):
-            name = last_name(node.func)
-            known = says_condition(name) or (says_rank(name) and not node.args)
-            targets = self.program.targets(self, node) if depth > 0 and not known else []
-            result = returned(targets[0][1]) if len(targets) == 1 else None
-            if result is not None:
-                other, function = targets[0]
-                method = other.is_method(function)
-                values = {
-                    name: argument_of(node, function, name, method) or default_of(function, name)
-                    for name in parameters_of(function)
-                }
-                passed = {
-                    name: self._inlined(value, given, depth - 1)
-                    for name, value in values.items()
-                    if value is not None
-                }
-                return other._inlined(result, passed, depth - 1)
+        result = self._result(node, given, depth) if isinstance(node, ast.Call) else None
+        if result is not None:
+            return result
         if not isinstance(node, (ast.Call, ast.BoolOp, ast.UnaryOp, ast.Compare, ast.IfExp)):
             return node
         copied = copy.copy(node)
@@ -466,6 +451,27 @@ class Code(Tree):
             elif isinstance(value, ast.expr):
                 setattr(copied, name, self._inlined(value, given, depth))
         return copied
+
+    def _result(self, call: ast.Call, given: dict[str, ast.expr], depth: int) -> ast.expr | None:
+        """Return what a call of a function of the program returns. None if that is not known."""
+        name = last_name(call.func)
+        known = says_condition(name) or (says_rank(name) and not call.args)
+        targets = self.program.targets(self, call) if depth > 0 and not known else []
+        result = returned(targets[0][1]) if len(targets) == 1 else None
+        if result is None:
+            return None
+        other, function = targets[0]
+        method = other.is_method(function)
+        values = {
+            name: argument_of(call, function, name, method) or default_of(function, name)
+            for name in parameters_of(function)
+        }
+        passed = {
+            name: self._inlined(value, given, depth - 1)
+            for name, value in values.items()
+            if value is not None
+        }
+        return other._inlined(result, passed, depth - 1)
 
     def _passed_rank(self, node: ast.Name) -> ast.expr | None:
         """Return a name for the rank if all calls of a function pass it as this parameter."""
@@ -562,19 +568,23 @@ class Code(Tree):
                     return
             yield from self.program.imported_values(self, node.id)
         elif key_of(node):
-            owner = node.value if isinstance(node, ast.Attribute) else None
-            if isinstance(owner, ast.Name) and owner.id in self.imports:
-                assert isinstance(node, ast.Attribute)
-                yield from self.program.module_values(self, node)
-            scope, path = self.scope(node), _path(node)
-            seen, always = self._seen_by(node, scope, self._paths.get((scope, path), ()))
-            yield from ((self, each) for each in seen)
-            if not always or self._may_change(node, scope, seen):
-                yield from (
-                    (code, each)
-                    for code, each in self._of_attribute(node)
-                    if each not in seen and code._lasts(each)
-                )
+            yield from self._values_of_key(node)
+
+    def _values_of_key(self, node: ast.expr) -> Iterator[tuple[Code, Item]]:
+        """Yield what an attribute or an item is set to, as far as a read of it may see that."""
+        owner = node.value if isinstance(node, ast.Attribute) else None
+        if isinstance(owner, ast.Name) and owner.id in self.imports:
+            assert isinstance(node, ast.Attribute)
+            yield from self.program.module_values(self, node)
+        scope, path = self.scope(node), _path(node)
+        seen, always = self._seen_by(node, scope, self._paths.get((scope, path), ()))
+        yield from ((self, each) for each in seen)
+        if not always or self._may_change(node, scope, seen):
+            yield from (
+                (code, each)
+                for code, each in self._of_attribute(node)
+                if each not in seen and code._lasts(each)
+            )
 
     def sets(self, node: ast.expr) -> list[Item]:
         """Return what this file sets a name or an attribute to, without what calls pass."""
@@ -666,6 +676,8 @@ class Code(Tree):
             value = argument_of(call, function, name, is_method=self.is_method(function))
             if value is not None:
                 yield code, Item(value, None, False, call)
+        for code, value in self.program.spawned_with(self, function, name):
+            yield code, Item(value, None, False, function)
 
     def is_method(self, function: ast.AST) -> bool:
         """Return whether a function is a method that takes ``self`` or ``cls``."""

@@ -325,6 +325,38 @@ class Program:
             self._callers[id(function)] = known
         return known
 
+    def spawned_with(
+        self, code: Code, function: Function, name: str
+    ) -> Iterator[tuple[Code, ast.expr]]:
+        """Yield what ``mp.spawn`` and ``Process`` pass as a parameter, except the index."""
+        names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+        for other, call, target in self.once("spawns", lambda: list(self._spawns())):
+            index = last_name(call.func) != "Process"
+            at = names.index(name) - index if name in names else -1
+            args = keyword(call, "args", 1 if index else None)
+            items = args.elts if isinstance(args, (ast.Tuple, ast.List)) else []
+            found = self.functions(other, last_name(target)) if 0 <= at < len(items) else []
+            if found == [(code, function)]:
+                yield other, items[at]
+
+    def is_spawned(self, code: Code, function: Function) -> bool:
+        """Return whether ``mp.spawn`` runs a function."""
+        return any(
+            (code, function) in self.functions(other, target.id)
+            for other, call, target in self.once("spawns", lambda: list(self._spawns()))
+            if last_name(call.func) != "Process"
+        )
+
+    def _spawns(self) -> Iterator[tuple[Code, ast.Call, ast.Name]]:
+        """Yield the calls that start processes, and the functions that these run."""
+        for name in ("spawn", "start_processes", "Process"):
+            for code in self.codes:
+                for call in code.calls_by_name.get(name, ()):
+                    target = keyword(call, "fn", 0) if name != "Process" else None
+                    target = target or keyword(call, "target")
+                    if isinstance(target, ast.Name):
+                        yield code, call, target
+
     def is_passed(self, function: Function | None) -> bool:
         """Return whether a function is passed on, so that others may call it."""
         return function is not None and any(

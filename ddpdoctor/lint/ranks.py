@@ -7,8 +7,10 @@ import re
 
 from ddpdoctor.core.syntax import last_name
 from ddpdoctor.diagnose.rank_expressions import OTHER_RANK
+from ddpdoctor.lint.calls import keyword
 from ddpdoctor.lint.code import Code
 from ddpdoctor.lint.conditions import runs_alone
+from ddpdoctor.lint.program import Program
 
 _WORLD = re.compile(r"world_?size|num_?(replicas|ranks|processes)|nprocs$", re.IGNORECASE)
 
@@ -58,6 +60,29 @@ def is_local_rank(code: Code, node: ast.expr) -> bool:
     if names:
         return all(re.search(r"local_?rank", each, re.IGNORECASE) for each in names)
     return re.search(r"local_?rank", last_name(node), re.IGNORECASE) is not None
+
+
+def is_spawn_index(code: Code, node: ast.expr) -> bool:
+    """Return whether an expression is certainly the index that ``mp.spawn`` passes."""
+    made = code.origins(node)
+    return bool(made) and all(
+        isinstance(each.node, ast.Name)
+        and (function := each.code.function(each.node)) is not None
+        and [one.arg for one in function.args.args][:1] == [each.node.id]
+        and each.code.program.is_spawned(each.code, function)
+        for each in made
+    )
+
+
+def spans_nodes(program: Program) -> bool:
+    """Return whether a program counts its ranks over several nodes: ``node * gpus + index``."""
+    return any(
+        isinstance(made.node, ast.BinOp)
+        for code in program.codes
+        for call in code.calls_by_name.get("init_process_group", ())
+        if (rank := keyword(call, "rank", 4)) is not None
+        for made in code.origins(rank)
+    )
 
 
 def is_rank(code: Code, node: ast.expr) -> bool:

@@ -87,11 +87,22 @@ class Reach:
         for code, block in queue:
             for name in code.mentioned(block):
                 joins = joins or _JOINS.match(name) is not None
-                for place in self._defined.get(name, ()) if name not in aside else ():
+                for place in self._meant(code, name) if name not in aside else ():
                     if place[1] not in found:
                         found.add(place[1])
                         queue.append(place)
         return found, joins
+
+    def _meant(self, code: Code, name: str) -> list[Place]:
+        """Return what a name of a file may mean: its own function, if it is read as a plain name.
+
+        Each script of a program has a function ``main``.
+        """
+        found = self._defined.get(name, [])
+        own = [place for place in found if place[0] is code and code.parents[place[1]] is code.tree]
+        plain = all(isinstance(each, ast.Name) for each in code.loads.get(name, ()))
+        imported = any(each.endswith(f".{name}") for each in code.imports.values())
+        return own if own and plain and not imported else found
 
     def runs(self, code: Code, node: ast.AST) -> bool:
         """Return whether a rank may run a node.

@@ -272,13 +272,7 @@ def _is_alias(code: Code, node: ast.expr, call: ast.Call) -> bool:
     for wrap, inner, target, _, certain in wrappings(code):
         if inner is None or target is None or not certain or same(code, target, node):
             continue
-        plain = not any(isinstance(each, ast.If) for each in code.above(wrap))
-        above = wrap.lineno < call.lineno and code.scope(wrap) is code.scope(node)
-        mine = code.owner(wrap) is code.owner(node) is not None
-        other = (
-            mine and isinstance(node, ast.Attribute) and code.scope(wrap) is not code.scope(node)
-        )
-        if plain and (above or other):
+        if _is_wrapped_before(code, wrap, call, isinstance(node, ast.Attribute)):
             inside = {
                 id(each.node)
                 for each in code.origins(inner)
@@ -287,6 +281,15 @@ def _is_alias(code: Code, node: ast.expr, call: ast.Call) -> bool:
             if made == inside:
                 return True
     return False
+
+
+def _is_wrapped_before(code: Code, wrap: ast.Call, call: ast.Call, is_attribute: bool) -> bool:
+    """Return whether a model is wrapped above a call, or its attribute in another method."""
+    if any(isinstance(each, ast.If) for each in code.above(wrap)):
+        return False
+    if code.scope(wrap) is code.scope(call):
+        return wrap.lineno < call.lineno
+    return is_attribute and code.owner(wrap) is code.owner(call) is not None
 
 
 def _holds_bare(code: Code, node: ast.expr) -> bool:

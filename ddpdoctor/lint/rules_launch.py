@@ -406,13 +406,7 @@ def wrong_device_ids(code: Code) -> Iterator[Hit]:
 def local_rank_option(code: Code) -> Iterator[Hit]:
     """Find options for the local rank that current launchers do not pass."""
     program = code.program
-    reach = program.once("reach", lambda: Reach(program))
-    joins = any(
-        reach.runs(each, call)
-        for each in program.codes
-        for call in each.calls_by_name.get("init_process_group", ())
-    )
-    if (not joins and not program.wraps) or program.uses("spawn", "deepspeed"):
+    if not _joins(program) or program.uses("spawn", "deepspeed"):
         return
     for call in _options(code):
         names = [each.value for each in call.args if isinstance(each, ast.Constant)]
@@ -437,6 +431,16 @@ def local_rank_option(code: Code) -> Iterator[Hit]:
                 'Use parser.add_argument("--local-rank", "--local_rank", type=int, '
                 'default=int(os.environ.get("LOCAL_RANK", 0))).',
             )
+
+
+def _joins(program: Program) -> bool:
+    """Return whether a program wraps a model, or runs ``init_process_group``."""
+    reach = program.once("reach", lambda: Reach(program))
+    return program.wraps or any(
+        reach.runs(each, call)
+        for each in program.codes
+        for call in each.calls_by_name.get("init_process_group", ())
+    )
 
 
 def _options(code: Code) -> Iterator[ast.Call]:

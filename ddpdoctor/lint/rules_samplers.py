@@ -17,8 +17,10 @@ from ddpdoctor.lint.ranks import (
     counts_gpus,
     depends_on_rank,
     is_local_rank,
+    is_spawn_index,
     is_world_size,
     mentions_rank,
+    spans_nodes,
 )
 from ddpdoctor.lint.reductions import names_in
 from ddpdoctor.lint.rules import LOADERS, TRAINERS, Hit, rule
@@ -81,12 +83,14 @@ def _is_dropped(code: Code, call: ast.Call) -> bool:
     if isinstance(parent, ast.Return) and function is not None:
         callers = code.program.callers(code, function)
         return bool(callers) and all(_is_dropped(*each) for each in callers)
-    if not isinstance(parent, (ast.Assign, ast.AnnAssign)):
-        return False
-    targets = parent.targets if isinstance(parent, ast.Assign) else [parent.target]
+    targets = targets_of(parent) if isinstance(parent, (ast.Assign, ast.AnnAssign)) else []
     if len(targets) != 1 or not isinstance(targets[0], (ast.Name, ast.Attribute)):
         return False
-    target = targets[0]
+    return _is_lost(code, targets[0])
+
+
+def _is_lost(code: Code, target: ast.Name | ast.Attribute) -> bool:
+    """Return whether a sampler that is bound to a name is passed to nothing."""
     name = last_name(target)
     codes = [code] if isinstance(target, ast.Name) else code.program.codes
     scope = code.scope(target) if isinstance(target, ast.Name) else None
@@ -455,12 +459,15 @@ def _is_constant(code: Code, node: ast.expr) -> bool:
 @rule("DDP105", Severity.ERROR, moot=_ALL)
 def wrong_rank(code: Code) -> Iterator[Hit]:
     """Find samplers that get the local rank together with the world size."""
-    if code.program.uses("spawn"):
+    spawns = code.program.uses("spawn")
+    if spawns and not spans_nodes(code.program):
         # On one node both are equal.
         return
     for call in code.calls_of("DistributedSampler"):
         rank, count = keyword(call, "rank", 2), keyword(call, "num_replicas", 1)
-        if rank is None or not is_local_rank(code, rank):
+        if rank is None or not (
+            is_spawn_index(code, rank) if spawns else is_local_rank(code, rank)
+        ):
             continue
         fixed = isinstance(count, ast.Constant) and isinstance(count.value, int) and count.value > 1
         if count is None or fixed or (is_world_size(code, count) and not counts_gpus(code, count)):

@@ -206,3 +206,17 @@ EVALUATES = "import torch\nfrom f0 import load\nload(torch.nn.Linear(1, 1))\n"
 def test_a_script_of_one_process_beside_is_none_of_the_ranks() -> None:
     assert infos(TRAINS.format("load(net)"), EVALUATES) == ["DDP503"]
     assert infos(TRAINS.format(""), EVALUATES) == []
+
+
+def test_the_main_function_of_a_script_beside_is_none_of_the_ranks() -> None:
+    beside = (
+        "import torch\n"
+        "def folder():\n    return 'data'\n"
+        "def main():\n    torch.save(torch.nn.Linear(1, 1).state_dict(), 'x.pt')\n"
+        "if __name__ == '__main__':\n    main()\n"
+    )
+    job = TRAINS.format("print(folder())")
+    assert infos(f"from f1 import folder\n{job}", beside) == []
+    assert infos(
+        f"from f1 import folder, main as save\n{job}".replace("folder())", "save())"), beside
+    ) == ["DDP501"]
