@@ -160,7 +160,8 @@ class Code(Tree):
         self._function: dict[ast.AST, Function | None] = {}
         self._by_type: dict[type, list[Any]] = defaultdict(list)
         self._mentioned: dict[ast.AST, set[str]] = {}
-        self._calls_in: dict[ast.AST, list[ast.Call]] = {}
+        self._changed: dict[ast.expr, bool] = {}
+        self._used: dict[ast.AST, dict[str, list[int]]] = {}
         self._conditions: dict[ast.expr, ast.expr] = {}
         self._discerned: dict[ast.expr, bool] = {}
         self._calls_of: dict[str, list[ast.Call]] = {}
@@ -607,20 +608,24 @@ class Code(Tree):
 
     def _may_change(self, read: ast.expr, scope: ast.AST, seen: Sequence[Item]) -> bool:
         """Return whether a method of an object may set an attribute before it is read."""
-        owner = _path(getattr(read, "value", read))
-        first = min(self.statement(each.node).lineno for each in seen)
-        return any(
-            first < each.lineno < read.lineno
-            and owner in (_path(getattr(each.func, "value", each)), *map(_path, each.args))
-            for each in self.calls_in_scope(scope)
-        )
-
-    def calls_in_scope(self, scope: ast.AST) -> list[ast.Call]:
-        """Return the calls of a function or module, without nested ones."""
-        known = self._calls_in.get(scope)
+        known = self._changed.get(read)
         if known is None:
-            known = [each for each in self.within(scope) if isinstance(each, ast.Call)]
-            self._calls_in[scope] = known
+            owner = _path(getattr(read, "value", read))
+            first = min(self.statement(each.node).lineno for each in seen)
+            known = self._changed[read] = any(
+                first < line < read.lineno for line in self._uses(scope).get(owner, ())
+            )
+        return known
+
+    def _uses(self, scope: ast.AST) -> dict[str, list[int]]:
+        """Return the lines in which a function calls a method of an object, or passes it on."""
+        known = self._used.get(scope)
+        if known is None:
+            known = self._used[scope] = defaultdict(list)
+            for each in self.within(scope):
+                if isinstance(each, ast.Call):
+                    for value in (getattr(each.func, "value", each), *each.args):
+                        known[_path(value)].append(each.lineno)
         return known
 
     def _seen_by(

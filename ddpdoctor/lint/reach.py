@@ -40,6 +40,7 @@ class Reach:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._defined: dict[str, list[Place]] = defaultdict(list)
+        self._known: dict[tuple[Code, str], list[Place]] = {}
         for code in program.codes:
             for node in code.of(*_BLOCKS):
                 self._defined[node.name].append((code, node))
@@ -99,10 +100,14 @@ class Reach:
         Each script of a program has a function ``main``.
         """
         found = self._defined.get(name, [])
-        own = [place for place in found if place[0] is code and code.parents[place[1]] is code.tree]
-        plain = all(isinstance(each, ast.Name) for each in code.loads.get(name, ()))
-        imported = any(each.endswith(f".{name}") for each in code.imports.values())
-        return own if own and plain and not imported else found
+        if len(found) < 2:
+            return found
+        if (code, name) not in self._known:
+            own = [each for each in found if each[0] is code and code.parents[each[1]] is code.tree]
+            plain = all(isinstance(each, ast.Name) for each in code.loads.get(name, ()))
+            imported = any(each.endswith(f".{name}") for each in code.imports.values())
+            self._known[code, name] = own if own and plain and not imported else found
+        return self._known[code, name]
 
     def runs(self, code: Code, node: ast.AST) -> bool:
         """Return whether a rank may run a node.
