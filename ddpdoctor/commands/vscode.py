@@ -115,7 +115,8 @@ def _install(workspace: Path, here: Path, given: Given) -> None:
     )
     names = _shown(changed or _paths(workspace), here)
     done = f"wrote {names}" if changed else f"unchanged: {names}"
-    print(f'{done}: press F5 and choose "{vscode_configurations.RUN_CONFIGURATION}"')
+    press = "press F5 and choose" if given.rest else "open the script and press F5, then choose"
+    print(f'{done}: {press} "{vscode_configurations.RUN_CONFIGURATION}"')
 
 
 def _job(given: Given, ranks: int) -> list[str]:

@@ -319,7 +319,9 @@ def _check_script(script: str) -> None:
         if not isinstance(error, SyntaxError):
             raise DoctorError(f"{script} is not a Python script: {error}") from None
         where = f"{script}:{error.lineno}" if error.lineno else script
-        raise DoctorError(f"{where} is not valid Python: {error.msg}") from None
+        # VS Code's F5 runs the open file, which may be the launch.json just written.
+        hint = "" if path.suffix == ".py" else "open the training script, or name it"
+        raise DoctorError(f"{where} is not valid Python: {error.msg}", hint) from None
     except (RecursionError, MemoryError):
         # Too deeply nested to be compiled here. The ranks will try.
         return

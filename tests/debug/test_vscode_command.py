@@ -113,8 +113,11 @@ def test_the_command(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"unchanged: no entries of ddpdoctor in {both}\n"
 
 
-def test_the_open_file_is_run_if_there_is_no_script(here: Path) -> None:
+def test_the_open_file_is_run_if_there_is_no_script(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     vscode.main(["--ranks", "4", "--debug-port=6000"])
+    assert "tasks.json: open the script and press F5, then choose " in capsys.readouterr().out
     assert ports(here) == [6000, 6001, 6002, 6003]
     assert job_words(here) == [*["--debug-port", "6000", "--nproc-per-node", "4", "${file}"]]
 

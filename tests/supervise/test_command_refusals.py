@@ -185,6 +185,17 @@ def test_what_is_not_python_is_refused_or_left_to_python(source: bytes, work: Pa
         doctor(["broken.py"])
 
 
+def test_another_file_that_is_open_in_the_editor(work: Path) -> None:
+    (work / "launch.json").write_text("{ // configurations\n}")
+    with pytest.raises(DoctorError, match=r"launch.json:1 is not valid Python") as caught:
+        doctor(["launch.json"])
+    assert "open the training script" in caught.value.hint
+    (work / "broken.py").write_text("def")
+    with pytest.raises(DoctorError, match=r"broken.py:1 is not valid Python") as caught:
+        doctor(["broken.py"])
+    assert not caught.value.hint
+
+
 def test_valid_python_of_every_sort_is_accepted(work: Path) -> None:
     (work / "a.py").write_bytes("\ufeffx = 'ä'\n".encode())
     (work / "b.py").write_bytes("# coding: latin-1\nx = 'ä'\n".encode("latin-1"))
