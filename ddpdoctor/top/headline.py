@@ -213,14 +213,17 @@ def _starting(rows: Sequence[RankRow], facts: VerdictFacts) -> Verdict | None:
 
 
 def _debugged(rows: Sequence[RankRow], facts: VerdictFacts) -> Verdict | None:
-    held = [row for row in rows if row.state == "debugger"]
-    if not held:
+    attached = [row for row in rows if row.state == "debugger"]
+    if not attached:
         return None
+    held = [row for row in attached if row.held] or attached
     what = f"{'are' if len(held) > 1 else 'is'} in the debugger"
     if len(held) == 1 and held[0].said:
         what = held[0].said
-    others = held[0].held and any(row.state == "running" for row in rows)
-    waiting = ": the others wait for it" if others else ""
+    others = held[0].held and any(
+        row.state in ("running", "debugger") and not row.held for row in rows
+    )
+    waiting = f": the others wait for {'them' if len(held) > 1 else 'it'}" if others else ""
     return _verdict(f"{_named(held)} {what}{waiting}", "info", held[0])
 
 

@@ -155,7 +155,14 @@ def test_a_rank_in_the_debugger_says_so(make: Make) -> None:
     assert snapshot.verdict.text == (
         "rank 1 has stopped in the debugger at train.py:40: the others wait for it"
     )
+    # An editor attaches to all ranks, and stops one.
+    other = replace(debug, rank=0, port=5678)
+    run.tell(replace(other, state="attached"))
+    assert source.read(ALL).verdict.text == snapshot.verdict.text
+    run.tell(replace(other, state="stopped", place="/job/train.py:40"))
+    assert source.read(ALL).verdict.text == "ranks 0 and 1 are in the debugger"
     run.tell(replace(debug, state="detached"))
+    run.tell(replace(other, state="detached"))
     assert {row.state for row in source.read(ALL).ranks} == {"running"}
 
 
