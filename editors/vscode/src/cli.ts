@@ -3,7 +3,7 @@
 import { ChildProcess, execFile, spawn } from 'node:child_process';
 import { createInterface } from 'node:readline';
 import * as vscode from 'vscode';
-import { Snapshot, parse } from './model';
+import { Snapshot, latest, parse } from './model';
 
 const RETRY = 5000; // Milliseconds before `top` is started again
 
@@ -64,8 +64,8 @@ export class Watch implements vscode.Disposable {
 
     private take(snapshot: Snapshot | undefined): void {
         if (snapshot) {
-            this.snapshot = snapshot;
-            this.changed.fire(snapshot);
+            this.snapshot = latest(this.snapshot, snapshot);
+            this.changed.fire(this.snapshot);
         }
     }
 

@@ -63,6 +63,11 @@ export function parse(line: string): Snapshot | undefined {
     }
 }
 
+/** Return what to show after a new snapshot: the last run also while none is live. */
+export function latest(before: Snapshot | undefined, now: Snapshot): Snapshot {
+    return before?.run && !now.run ? { ...before, live: false } : now;
+}
+
 /** Return the place in `path:line`. Undefined if the text is none. */
 export function place(site: string | undefined): Place | undefined {
     const found = /^(.+):(\d+)$/.exec(site ?? '');
@@ -133,6 +138,35 @@ export function explained(finding: Finding): string {
 export interface Answer {
     rank: number;
     value: string;
+}
+
+/** A message between the editor and a rank's debugger. */
+export interface Message {
+    type?: string;
+    command?: string;
+    event?: string;
+    body?: { threadId?: number; allThreadsContinued?: boolean };
+}
+
+const RESUMING = new Set(['continue', 'next', 'stepIn', 'stepOut']);
+
+/** Update a rank's stopped threads by a message in either direction. Return whether it is about them. */
+export function follow(stopped: Set<number>, { type, command, event, body }: Message): boolean {
+    if (event === 'stopped') {
+        stopped.add(body?.threadId ?? 1);
+    } else if (event === 'continued' && body?.allThreadsContinued === false) {
+        stopped.delete(body.threadId ?? 1);
+    } else if (event === 'continued' || (type === 'request' && RESUMING.has(command ?? ''))) {
+        stopped.clear(); // debugpy resumes all threads.
+    } else {
+        return false;
+    }
+    return true;
+}
+
+/** Return the number of the thread to pause. The gateway puts the rank before its name. */
+export function mainThread(threads: readonly { id: number; name: string }[]): number {
+    return (threads.find(({ name }) => name.endsWith('MainThread')) ?? threads[0])?.id ?? 1;
 }
 
 export interface Group {

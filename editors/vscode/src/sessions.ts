@@ -1,7 +1,7 @@
 /** The debug sessions of the ranks: what is done to all of them at once. */
 
 import * as vscode from 'vscode';
-import { Answer } from './model';
+import { Answer, Message, follow, mainThread } from './model';
 
 interface Session {
     session: vscode.DebugSession;
@@ -27,23 +27,15 @@ export class Sessions implements vscode.DebugAdapterTrackerFactory {
             this.all.delete(session.id);
             this.changed.fire();
         };
+        const take = (message: Message): void => {
+            if (follow(own.stopped, message)) {
+                this.changed.fire();
+            }
+        };
         this.all.set(session.id, own);
         return {
-            onDidSendMessage: (message: { event?: string; body?: { threadId?: number; allThreadsContinued?: boolean } }) => {
-                const { event, body } = message;
-                if (event === 'stopped') {
-                    own.stopped.add(body?.threadId ?? 1);
-                } else if (event === 'continued') {
-                    if (body?.allThreadsContinued ?? true) {
-                        own.stopped.clear();
-                    } else {
-                        own.stopped.delete(body?.threadId ?? 1);
-                    }
-                } else {
-                    return;
-                }
-                this.changed.fire();
-            },
+            onWillReceiveMessage: take,
+            onDidSendMessage: take,
             onWillStopSession: forget,
             onExit: forget,
         };
@@ -68,8 +60,7 @@ export class Sessions implements vscode.DebugAdapterTrackerFactory {
         await this.each(async ({ session, stopped }) => {
             if (stopped.size === 0) {
                 const { threads } = (await session.customRequest('threads')) as { threads: { id: number; name: string }[] };
-                const main = threads.find(({ name }) => name === 'MainThread') ?? threads[0];
-                await session.customRequest('pause', { threadId: main?.id ?? 1 });
+                await session.customRequest('pause', { threadId: mainThread(threads) });
             }
         });
     }

@@ -1,7 +1,7 @@
 import assert from 'node:assert/strict';
 import { spawnSync } from 'node:child_process';
 import { test } from 'node:test';
-import { codeLength, doing, explained, grouped, onRanks, parse, parseRanks, place, ranges, runWords, status } from '../src/model';
+import { codeLength, doing, explained, follow, grouped, latest, mainThread, onRanks, parse, parseRanks, place, ranges, runWords, status } from '../src/model';
 
 const SNAPSHOT = {
     kind: 'run',
@@ -92,4 +92,37 @@ test('F5 runs the job with as many ranks as are wanted', () => {
     assert.deepEqual(words, [...options, '--nproc-per-node', '4', 'a.py', '--lr', '1']);
     const own = runWords({ program: 'a.py', launcher: ['--nproc-per-node=8'] }, 6000);
     assert.deepEqual(own, [...options, '--nproc-per-node=8', 'a.py']);
+});
+
+test('a rank that goes on has no stopped thread, whoever continued it', () => {
+    const stopped = new Set<number>();
+    const event = (name: string, body: object) => follow(stopped, { type: 'event', event: name, body });
+    assert.equal(event('stopped', { threadId: 3, allThreadsStopped: false }), true);
+    assert.equal(event('output', {}), false);
+    assert.equal(follow(stopped, { type: 'request', command: 'evaluate' }), false);
+    assert.deepEqual([...stopped], [3]);
+    // The gateway sends no event after the request for a thread in native code.
+    assert.equal(follow(stopped, { type: 'request', command: 'continue' }), true);
+    assert.deepEqual([...stopped], []);
+    event('stopped', { threadId: 3 });
+    event('stopped', { threadId: 4 });
+    event('continued', { threadId: 3, allThreadsContinued: false });
+    assert.deepEqual([...stopped], [4]);
+});
+
+test('the main thread is found behind the rank in its name', () => {
+    const threads = [{ id: 7, name: 'rank 1: Thread-2' }, { id: 1, name: 'rank 1: MainThread' }];
+    assert.equal(mainThread(threads), 1);
+    assert.equal(mainThread([{ id: 7, name: 'rank 1: Thread-2' }]), 7);
+});
+
+test('a run that has ended stays until the next one', () => {
+    const run = parse(JSON.stringify(SNAPSHOT))!;
+    const { run: _, ...rest } = run;
+    const none = { ...rest, kind: 'machine', live: false };
+    assert.equal(latest(undefined, none), none);
+    assert.deepEqual(latest(run, none), { ...run, live: false });
+    assert.equal(latest(run, none).findings, run.findings);
+    const next = { ...run, run: '20260101-2' };
+    assert.equal(latest(run, next), next);
 });
