@@ -165,7 +165,7 @@ def _ending_verdict(rows: Sequence[RankRow], facts: VerdictFacts, worst: Finding
     if status == 0:
         end = Verdict(f"the job succeeded{how}")
     elif facts.asked:
-        end = Verdict(f"the job was asked to stop, and ended{how}", "info")
+        end = Verdict(f"the job ended{how}, because it was asked to stop", "info")
     elif status is None:
         end = Verdict("the run is over; how it ended was not recorded", "warning")
     else:

@@ -350,4 +350,4 @@ def test_the_slowed_rank_of_a_real_job_is_blamed(doctor: Doctor) -> None:
     assert victim.heartbeat is not None and victim.heartbeat < live.STALE
     assert victim.output == ("hello",) and victim.state == "running"
     end = source.read(ALL)
-    assert not end.live and "asked to stop" in end.verdict.text
+    assert not end.live and ", because it was asked to stop" in end.verdict.text
