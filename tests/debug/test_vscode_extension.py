@@ -46,3 +46,36 @@ def test_f5_without_any_file(home: str, tmp_path: Path) -> None:
     assert any("step" in row for row in seen["runs"] if row.startswith("rank 1"))
     assert seen["status"]
     assert not (tmp_path / ".vscode").exists()
+
+
+@pytest.mark.slow
+def test_f5_with_the_files_that_the_command_writes(home: str, tmp_path: Path) -> None:
+    seen = drive(home, tmp_path, "files")
+    assert "open the script and press F5" in seen["said"]
+    assert None not in (seen["first_stop"], seen["stepped"], seen["stop"])
+    assert sum("Tensor[32, 10] float32 cpu mean" in row for row in seen["values"]) == 2
+    assert not seen["notifications"]
+
+
+@pytest.mark.slow
+def test_a_late_attach_stops_all_ranks_in_one_step(home: str, tmp_path: Path) -> None:
+    seen = drive(home, tmp_path, "late")
+    assert None not in (seen["first_stop"], seen["stepped"]) and seen["goes_on"]
+    assert [row for row in seen["step"] if "ranks 0-1" in row] == seen["step"]
+    assert any("Tensor[32, 10] float32 cpu mean" in text for text in seen["hover"])
+
+
+@pytest.mark.slow
+def test_a_rank_in_native_code_shows_its_values(home: str, tmp_path: Path) -> None:
+    seen = drive(home, tmp_path, "waits")
+    assert None not in (seen["locals"], seen["continued"], seen["paused_again"], seen["stop"])
+    assert any(row.startswith("rank 0") and "Native" in row for row in seen["call_stack"])
+    assert any("Tensor[] float32" in row for row in seen["expressions"])
+
+
+@pytest.mark.slow
+def test_the_report_of_a_finding_is_no_failed_task(home: str, tmp_path: Path) -> None:
+    seen = drive(home, tmp_path, "report")
+    assert (seen["failed"], seen["notifications"]) == (0, [])
+    # The run has ended, and its findings stay.
+    assert any(row.startswith("DDP102") for row in seen["runs_after"])

@@ -2,10 +2,10 @@
 //
 //   node end_to_end.mjs HOME WORKSPACE PYTHON [TRIAL...]
 //
-// HOME has node_modules/code-server, node_modules/playwright-core and extensions/, in which the
+// HOME has node_modules/code-server, node_modules/playwright-core and extensions/, in which Python, the
 // Python Debugger and this extension are installed. WORKSPACE is an empty folder. Times are in
 // milliseconds. SCREENSHOTS names a folder for a picture of the end of each trial.
-import { spawn } from 'node:child_process';
+import { spawn, spawnSync } from 'node:child_process';
 import fs from 'node:fs';
 import http from 'node:http';
 import { createRequire } from 'node:module';
@@ -136,8 +136,12 @@ function copy(job) {
 
 /** Open a job at its marked line. */
 async function show(job) {
-    await quick(`${job}:${copy(job)}`);
-    await page.locator('.tab.active', { hasText: job }).waitFor();
+    const line = copy(job);
+    const tab = page.locator('.tab.active', { hasText: job });
+    await until(async () => {
+        await quick(`${job}:${line}`); // The first search for a new file may find nothing.
+        return tab.waitFor({ timeout: 8000 }).then(() => true, () => page.keyboard.press('Escape').then(() => false));
+    });
     await page.locator('.monaco-editor .view-line').first().waitFor();
     await sleep(500);
 }
@@ -145,8 +149,12 @@ async function show(job) {
 async function breakHere() {
     const dot = page.locator('.monaco-editor .codicon-debug-breakpoint').first();
     await until(async () => {
-        await page.keyboard.press('F9');
-        return dot.waitFor({ timeout: 5000 }).then(() => true, () => false);
+        if ((await dot.count()) === 0) {
+            await page.keyboard.press('F9');
+            await dot.waitFor({ timeout: 20_000 }).catch(() => {}); // A second F9 would remove it.
+        }
+        await sleep(500);
+        return (await dot.count()) > 0;
     });
 }
 
@@ -222,7 +230,39 @@ const TRIALS = {
         await command('View: Show Run and Debug');
         await command('ddpdoctor: Step Over on All Ranks');
         seen.stepped = await until(ranks(2, /: step/i));
+        seen.stepped_stack = await callStack();
+        await picture('f5-stepped');
         seen.stop = await stop();
+        return seen;
+    },
+
+    /** F5 with the files that `ddpdoctor vscode` writes: a tensor on each rank, a step, Stop. */
+    async files() {
+        const words = ['-m', 'ddpdoctor', 'vscode', '--workspace', workspace];
+        const seen = { said: spawnSync(python, words, { cwd: workspace, encoding: 'utf8' }).stdout };
+        try {
+            await show('train.py');
+            await removeBreakpoints();
+            await breakHere();
+            const began = Date.now();
+            await quick('debug ddpdoctor: run + attach');
+            seen.first_stop = (await until(stopped(2))) === null ? null : Date.now() - began;
+            seen.call_stack = await callStack();
+            await picture('files-stopped');
+            await answered('ddpdoctor: Evaluate on All Ranks', 'evaluated on each rank', 'batch');
+            const values = async () => (await panes()).filter((row) => /Tensor|different values/.test(row));
+            await until(async () => (await values()).length > 2);
+            seen.values = await values();
+            await picture('files-values');
+            await command('View: Show Run and Debug');
+            await page.keyboard.press('F10'); // On the chosen rank alone.
+            seen.stepped = await until(ranks(1, /: step/i));
+            seen.stop = await stop();
+            await sleep(8000); // The report runs after the session.
+            seen.notifications = await notifications();
+        } finally {
+            fs.rmSync(`${workspace}/.vscode`, { recursive: true });
+        }
         return seen;
     },
 
@@ -315,6 +355,7 @@ const TRIALS = {
         seen.variables = await variables();
         seen.widget = await texts('.exception-widget');
         seen.hover = await hovered('batch');
+        await picture('exception-hover');
         seen.stop = await stop();
         return seen;
     },
@@ -331,17 +372,26 @@ const TRIALS = {
         await command('ddpdoctor: Pause All Ranks');
         seen.paused = await until(stopped(2));
         seen.call_stack = await callStack();
-        await page.locator('.debug-call-stack .monaco-list-row', { hasText: 'rank 0' }).first().click();
+        const row = page.locator('.debug-call-stack .monaco-list-row', { hasText: 'rank 0' }).first();
+        await row.click({ position: { x: 50, y: 10 } }); // The buttons for its thread appear on the right.
         const waiting = page.locator('.debug-call-stack .monaco-list-row', { hasText: /^\s*reduced/ }).first();
         await waiting.waitFor({ timeout: 30_000 }).then(() => waiting.click(), () => {});
         seen.locals = await until(async () => (await variables()).some((row) => row.startsWith('scale')), 30_000);
         seen.variables = await variables();
+        await picture('waits-locals');
         for (const expression of ['step', 'loss.sum()']) {
             await answered('ddpdoctor: Evaluate on All Ranks', 'evaluated on each rank', expression);
         }
         await sleep(3000);
         seen.expressions = (await panes()).filter((row) => /^(step|loss|rank)/.test(row));
+        await picture('waits-expressions');
         await command('View: Show Run and Debug');
+        await row.hover();
+        await row.locator('.codicon-debug-continue').click();
+        await page.mouse.move(700, 300); // The buttons hide the state.
+        seen.continued = await until(async () => (await callStack()).some((each) => /rank 0.*Running/.test(each)), 30_000);
+        await command('ddpdoctor: Pause All Ranks');
+        seen.paused_again = await until(stopped(2), 30_000);
         seen.stop = await stop();
         return seen;
     },
@@ -352,7 +402,7 @@ const TRIALS = {
         await removeBreakpoints();
         const job = terminal(['run', '--nproc-per-node', '2', 'train.py'], workspace);
         await command('ddpdoctor: Focus on Runs View');
-        await until(async () => (await panes()).some((row) => /rank 1 .*step/.test(row)));
+        await until(async () => (await panes()).some((row) => /^rank 1 ?step/.test(row)));
         await show('train.py');
         await breakHere();
         const began = Date.now();
@@ -362,8 +412,15 @@ const TRIALS = {
         await until(async () => (await variables()).some((row) => row.startsWith('batch')), 30_000);
         seen.batch = (await variables()).filter((row) => row.startsWith('batch'));
         seen.hover = await hovered('batch');
+        await picture('late-hover');
+        await answered('ddpdoctor: Evaluate on All Ranks', 'evaluated on each rank', '_'); // The step
+        const values = async () => (await panes()).filter((row) => /^_.*(ranks 0-1|different values)/.test(row));
+        await until(async () => (await values()).length > 0);
+        seen.step = await values();
+        await command('View: Show Run and Debug');
         await command('ddpdoctor: Step Over on All Ranks');
         seen.stepped = await until(ranks(2, /: step/i));
+        seen.stepped_stack = await callStack();
         await page.keyboard.press('Shift+F5');
         await until(async () => (await callStack()).length === 0);
         await sleep(2000);
@@ -414,13 +471,16 @@ const TRIALS = {
         await show('sick.py');
         const job = terminal(['run', '--nproc-per-node', '2', 'sick.py'], workspace);
         await command('ddpdoctor: Focus on Runs View');
-        await until(async () => (await panes()).some((row) => /DDP\d{3}/.test(row)));
+        const live = async () => (await panes()).some((row) => /^sick\.py ?running/.test(row));
+        await until(async () => (await live()) && (await panes()).some((row) => /^DDP\d{3}/.test(row)));
         const seen = { runs: await panes() };
         job.kill('SIGINT');
         await until(() => jobs().length === 0);
         await command('ddpdoctor: Show the Report');
         await sleep(8000);
         seen.terminal = await panels();
+        seen.runs_after = await panes();
+        seen.status = await statusBar();
         seen.failed = await page.locator('.terminal-tabs-entry .codicon-error, .terminal-decoration.codicon-terminal-decoration-error').count();
         seen.notifications = await notifications();
         return seen;
@@ -475,7 +535,7 @@ for (const signal of ['SIGINT', 'SIGTERM']) {
 const seen = {};
 let browser;
 try {
-    copy('train.py');
+    fs.readdirSync(path.join(import.meta.dirname, 'jobs')).forEach(copy); // The search finds files late.
     configure();
     browser = await open();
     for (const name of chosen.length ? chosen : Object.keys(TRIALS)) {
