@@ -14,6 +14,7 @@ from ddpdoctor.core.finding import Finding, Severity
 from ddpdoctor.diagnose.data.draws import equal_losses
 from ddpdoctor.diagnose.gradients.rules_unreduced import nothing_reduced, start_differs
 from ddpdoctor.diagnose.loops.rules_evaluation import evaluation_differs
+from ddpdoctor.diagnose.parity.rules import clipped_before_average
 from ddpdoctor.run.records.base import JsonObject, encode
 from ddpdoctor.run.records.process import OpenRecord
 from ddpdoctor.run.records.supervisor import JobRecord
@@ -309,3 +310,42 @@ def test_statistics_of_each_rank_make_several_models() -> None:
 )
 def test_statistics_that_no_result_depends_on(ranks: list[list[JsonObject]]) -> None:
     assert list(evaluation_differs(run_of(*ranks))) == []
+
+
+@pytest.mark.parametrize(
+    ("norms", "said"),
+    [
+        (lambda rank, step: 1.0 + 0.3 * rank, True),
+        (lambda rank, step: 1.0, False),
+        (lambda rank, step: 1.0 + 0.3 * (rank and step < 3), False),
+    ],
+)
+def test_gradients_that_are_clipped_before_the_job_averages_them(
+    build: Build, norms: Callable[[int, int], float], said: bool
+) -> None:
+    def found(**facts: Callable[[int], JsonObject]) -> list[Finding]:
+        records = [[CLIP, *averaged(rank)] for rank in (0, 1)]
+        if (of := facts.get("gradients")) is not None:
+            records = [[CLIP, *averaged(rank, **of(rank))] for rank in (0, 1)]
+        if (of := facts.get("ddp")) is not None:
+            records = [[*each, of(rank)] for rank, each in enumerate(records)]
+        return list(clipped_before_average(with_norms(build(*records), norms)))
+
+    places = [(str(each.location), each.ranks) for each in found()]
+    assert places == [("/job/t.py:9", (0, 1))] * said
+    assert not found(gradients=lambda rank: {"gradients": [1.0 + rank]})
+    assert not found(ddp=lambda rank: {"kind": "ddp", "group_ranks": [0, 1]})
+
+
+CLIP: JsonObject = {
+    "kind": "clip", "step": 0, "call": "clip_grad_norm_", "path": "/job/t.py", "line": 9
+}  # fmt: skip
+
+
+def with_norms(run: Run, norms: Callable[[int, int], float]) -> Run:
+    """Add steps whose clipping returned these norms, by rank and step."""
+    ranks = []
+    for rank in run.ranks:
+        steps = (StepRecord(step=n, total=9, norm=norms(rank.rank, n)) for n in range(8))
+        ranks.append(replace(rank, step_lines=tuple(encode(each) for each in steps)))
+    return replace(run, ranks=tuple(ranks))

@@ -1,7 +1,8 @@
 """Rules for losses, gradients and random numbers that more ranks change (DDP337, DDP338, DDP342).
 
-DDP337 needs one run whose ranks recorded what they train with. The others compare runs of two
-sizes, or a kept step with its computation: ``ddpdoctor parity`` calls them.
+DDP337 and DDP342 need one run whose ranks recorded their training, or trained without DDP.
+The others compare runs of two sizes, or a kept step with its computation: ``ddpdoctor parity``
+calls them.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from statistics import median
 
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import count
-from ddpdoctor.diagnose.parity.training import Training, needs_two_runs, training_of
-from ddpdoctor.run.records.model import ClipRecord
+from ddpdoctor.diagnose.parity.training import Norms, Training, needs_two_runs, training_of
+from ddpdoctor.diagnose.source_operations import mentions
+from ddpdoctor.run.records.model import ClipRecord, DdpRecord, SoloRecord
 from ddpdoctor.run.records.training import TrainedModelRecord, TrainedRecord
 from ddpdoctor.run.snapshot import Run
 
+MIN_BY_HAND = 4  # Minimum number of recorded steps of a job without DDP
 MIN_STEPS = 10  # Steps in which the ranks counted different numbers of predictions
 MIN_SPREAD = 1.1  # Ratio of these numbers from which a step tells how the loss weighs them
 MIN_WEIGHT = 1.1  # Typical ratio of two predictions' weights that is worth a word
@@ -135,7 +138,7 @@ def clipped_before_average(run: Run) -> Iterator[Finding]:
     What it finds
         `clip_grad_norm_` that returns another norm on each rank, while the optimizers of all ranks
         get the same gradients. Or a hook that bounds the gradient of a parameter, which runs before
-        DDP averages it. Needs `ddpdoctor parity`, or a run that it made.
+        DDP averages it. With DDP it needs `ddpdoctor parity`, or a run that it made.
 
     Why it is bad
         The gradient of one rank is noisier and longer than the average, so it is clipped more
@@ -151,11 +154,12 @@ def clipped_before_average(run: Run) -> Iterator[Finding]:
         Right: `clip_grad_value_(model.parameters(), 1)` between `backward()` and `step()`
 
     When it stays silent
-        If the norms are the same on all ranks, if the optimizers get different gradients, and in
-        the first ten steps.
+        If the norms are the same on all ranks, if the optimizers get different gradients, if the
+        limit is infinite, and in the first steps.
     """
     training = training_of(run)
-    if training is None or training.ranks < 2:
+    norms = training.norms if training is not None else _averaged_by_hand(run)
+    if run.world_size < 2 or (training is None and not norms):
         return
     ranks = tuple(rank.rank for rank in run.last)
     model = run.last[0].records.first(TrainedModelRecord)
@@ -172,26 +176,55 @@ def clipped_before_average(run: Run) -> Iterator[Finding]:
             about="clipping",
         )
         return
-    apart = [each for each in training.norms if not _same(each.clipped) and _same(each.used)]
-    if len(apart) < max(MIN_STEPS, len(training.norms) // 2):
+    apart = [each for each in norms if not _same(each.clipped) and _same(each.used)]
+    if len(apart) < max(MIN_STEPS if training is not None else MIN_BY_HAND, len(norms) // 2):
         return
     widest = max(apart, key=lambda each: max(each.clipped) / (min(each.clipped) or 1.0))
     clip = run.last[0].records.first(ClipRecord)
+    at = clip.location if clip is not None else None
+    if at is not None and mentions(at, "inf"):
+        # The job only measures the norm.
+        return
     yield Finding(
         code="DDP342",
         severity=Severity.WARNING,
         message="each rank clips its own gradients, which are averaged afterwards",
         ranks=ranks,
-        location=clip.location if clip is not None else training.stepped,
+        location=at or run.last[0].site("optimizer"),
         evidence=(
             f"the clipped norm differed between the ranks in {len(apart)} of "
-            f"{count(len(training.norms), 'step')}, up to {min(widest.clipped):.4g} and "
+            f"{count(len(norms), 'recorded step')}, up to {min(widest.clipped):.4g} and "
             f"{max(widest.clipped):.4g}",
-            f"the optimizers of all ranks got the same gradients, {widest.used[0]:.4g} long",
+            "the optimizers of all ranks got the same gradients there",
         ),
         fix="Clip after the gradients were averaged, between the last all-reduce and "
         "optimizer.step().",
         about="clipping",
+    )
+
+
+def _averaged_by_hand(run: Run) -> tuple[Norms, ...]:
+    """Return the norms of a job without DDP whose ranks clip at one line.
+
+    ``used`` holds the norm of one tensor that the optimizer got.
+    """
+    by_rank = []
+    for rank in run.last:
+        if len(rank.records.of(ClipRecord)) != 1 or rank.records.of(DdpRecord):
+            return ()
+        clipped = {each.step: each.norm for each in rank.steps if each.norm is not None}
+        by_rank.append(
+            {
+                each.step: (clipped[each.step], each.gradients[0])
+                for each in rank.records.of(SoloRecord)
+                if each.step in clipped and any(each.gradients)
+            }
+        )
+    if len(by_rank) < run.world_size:
+        return ()
+    common = set.intersection(*map(set, by_rank)) if by_rank else set()
+    return tuple(
+        Norms(*zip(*(each[step] for each in by_rank), strict=True)) for step in sorted(common)
     )
 
 
