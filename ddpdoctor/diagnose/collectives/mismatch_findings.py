@@ -49,6 +49,12 @@ _DECIDE = (
     "Reduce the value that decides over the ranks first (dist.all_reduce), so that all of them "
     "make the call, or none does."
 )
+_LEAVE = {
+    "": "Call it on every rank of the group: move it out of the branch.",
+    "break": "Broadcast the decision of the rank that makes it, so that all ranks leave the loop "
+    "together.",
+}
+"""Fixes by how a condition decides on a call."""
 _SAME_ORDER = "Let every rank call the same collectives in the same order."
 _MAX_GROUPS = 4  # Maximum number of groups of ranks in a sentence
 
@@ -123,9 +129,9 @@ def _guarded_finding(
         ranks=tuple(sorted(by.ranks)),
         location=at,
         evidence=evidence,
-        fix=f"Call it on every rank of the group: in front of the `{guard.way}`."
-        if guard.way
-        else "Call it on every rank of the group: move it out of the branch.",
+        fix=_LEAVE.get(
+            guard.way, f"Call it on every rank of the group: in front of the `{guard.way}`."
+        ),
     )
 
 
