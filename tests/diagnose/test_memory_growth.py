@@ -316,6 +316,19 @@ def test_a_worker_that_keeps_samples_is_named_after_the_first_pass(written: Writ
     assert said(written, site, stream, *records)
 
 
+@pytest.mark.parametrize(("begun", "found"), [(None, []), (20, []), (0, ["DDP621"])])
+def test_a_worker_that_still_starts_is_left_alone(
+    written: Written, begun: int | None, found: list[str]
+) -> None:
+    """The workers of a new pass import their modules before the first batch."""
+    loops = [LoopRecord(time=T0 - SECOND, loop=0, state="ended")]
+    if begun is not None:
+        loops.append(LoopRecord(time=T0 + begun * SECOND, loop=1, state="trains"))
+    records = workers(lambda number: 300 + 20 * number, lambda _: 0)
+    site = SiteRecord(phase="data", path="/job/train.py", line=3)
+    assert [each.code for each in said(written, site, *loops, *records)] == found
+
+
 # -- memory that a C library keeps
 
 LIBRARY = """

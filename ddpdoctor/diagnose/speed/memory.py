@@ -439,6 +439,19 @@ def _copied(readings: Sequence[tuple[int, WorkerMemory]]) -> Growth | None:
     return Growth(start, end, low, high, copied / max(end - start, 1))
 
 
+def _working(
+    rank: Rank, readings: Sequence[tuple[int, WorkerMemory]]
+) -> Sequence[tuple[int, WorkerMemory]]:
+    """Leave out readings of a worker that imports modules, before the first batch of its pass."""
+    born = readings[0][0]
+    loops = [(each.time // 1_000_000, each.state) for each in rank.records.of(LoopRecord)]
+    before = [state for time, state in loops if time < born]
+    if not before or before[-1] != "ended":
+        return readings
+    begun = min((time for time, _ in loops if time >= born), default=readings[-1][0] + 1)
+    return [each for each in readings if each[0] >= begun]
+
+
 def growing_worker(rank: Rank) -> WorkerGrows | None:
     """Return the growth of a rank's worker process. None if there is none."""
     readings = [
@@ -449,7 +462,7 @@ def growing_worker(rank: Rank) -> WorkerGrows | None:
     if not readings:
         return None
     newest = readings[-1][1]
-    mine = [each for each in readings if each[1].pid == newest.pid]
+    mine = _working(rank, [each for each in readings if each[1].pid == newest.pid])
     datasets = rank.records.of(DatasetRecord)
     whole = [(time, worker.own) for time, worker in mine[1:]]
     grown = steady_growth(whole, MIN_WORKER, EARLY_SEGMENTS, warm_up=0)
