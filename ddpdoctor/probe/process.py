@@ -43,7 +43,7 @@ from ddpdoctor.probe.observers.optimizers import Schedulers, Zeroing
 from ddpdoctor.probe.observers.overhead import Pacing
 from ddpdoctor.probe.observers.own_work import OwnWork
 from ddpdoctor.probe.observers.random_numbers import RandomNumbers
-from ddpdoctor.probe.observers.samples import COMPARED_INDICES, FOLLOWED_INDICES, Samples
+from ddpdoctor.probe.observers.samples import COMPARED_INDICES, FOLLOWED_INDICES, Fed, Samples
 from ddpdoctor.probe.observers.stack_sampling import Profiles
 from ddpdoctor.probe.observers.steps import StepTracker
 from ddpdoctor.probe.runtime import (
@@ -284,6 +284,7 @@ def observe(state: RankState) -> None:
     observe_speed(state)
     compared = bool(os.environ.get(TRAINED))
     subscribe(Samples(state, COMPARED_INDICES if compared else FOLLOWED_INDICES))
+    subscribe(Fed(state))
     subscribe(Models(state))
     subscribe(Changes(state, replicas))
     subscribe(Checkpoints(state))

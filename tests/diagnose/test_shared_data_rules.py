@@ -294,3 +294,33 @@ def test_a_sketch_keeps_the_smallest() -> None:
     looked, repeats, kept = one.summary()
     assert (looked, repeats) == (5000, 0)
     assert list(kept) == sorted(held(value) for value in range(5000))[: sample_contents.SKETCH_SIZE]
+
+
+def fed(seed: int, epochs: int, samples: int, part: slice, size: int = 16) -> JsonObject:
+    """Batches that a rank cuts by hand from its part of an order, in some epochs."""
+    batches = []
+    for epoch in range(epochs):
+        order = shuffled(100 * epoch + seed, samples)[part]
+        batches += [order[at : at + size] for at in range(0, len(order), size)]
+    return {"kind": "fed", "batches": batches[:64]}
+
+
+def test_batches_cut_by_hand_from_orders_of_each_rank() -> None:
+    parts = [slice(rank, None, 2) for rank in (0, 1)]
+    own = [fed(rank, 3, 640, part) for rank, part in enumerate(parts)]
+    assert said(*own) == ["DDP117"]
+    # Together they take each sample once in an epoch, in another order each time.
+    assert said(*(fed(7, 3, 640, part) for part in parts)) == []
+    many = [slice(rank, None, 12) for rank in range(12)]
+    assert said(*(fed(7, 12, 768, part) for part in many)) == []
+    # All take all batches, and one had a loader.
+    assert said(fed(7, 3, 640, slice(None)), fed(7, 3, 640, slice(None))) == []
+    assert said(own[0], subset(range(200), range(200))) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_batches_cut_by_hand_with_replacement(ranks: int) -> None:
+    for seed in range(20):
+        drawn_ = [random.Random(100 * seed + rank) for rank in range(ranks)]
+        rows = [[[one.randrange(4000) for _ in range(16)] for _ in range(64)] for one in drawn_]
+        assert said(*({"kind": "fed", "batches": each} for each in rows)) == []

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ddpdoctor.core.finding import Finding, Severity, rule
-from ddpdoctor.core.formatting import named
+from ddpdoctor.core.formatting import count, named
 from ddpdoctor.diagnose.data.draws import (
     MIN_SAMPLES,
     MIN_WHOLE,
@@ -20,7 +20,12 @@ from ddpdoctor.diagnose.data.draws import (
     same_data,
     same_part,
 )
-from ddpdoctor.run.snapshot import Run
+from ddpdoctor.diagnose.data.equal_losses import groups_of
+from ddpdoctor.run.records.training import FedRecord
+from ddpdoctor.run.snapshot import Rank, Run
+
+MIN_BY_HAND = 16  # Minimum number, for each rank, of samples that ranks share without a loader
+MIN_PART = 0.05  # Minimum part of the compared samples
 
 
 @rule("DDP115", "duplicated-iterable", Severity.ERROR)
@@ -239,8 +244,8 @@ def shared_rows(run: Run) -> Iterator[Finding]:
     When it stays silent
         For draws with replacement, for custom samplers that give ranks the same samples, for data
         that repeats within a rank, below 2 % of the draws, and where inputs are augmented at random
-        or are on a GPU. If every rank draws all of one data set, it is DDP102, or DDP115 for an
-        iterable data set.
+        or are on a GPU. Of batches cut by hand, only the first 64 are compared. If every rank draws
+        all of one data set, it is DDP102, or DDP115 for an iterable data set.
     """
     for passes in matched(run):
         each = list(passes.values())
@@ -254,13 +259,13 @@ def shared_rows(run: Run) -> Iterator[Finding]:
         at = first.record.split or first.made
         samples = {one.rank: max(one.record.draws, _hashed(one)) for one in each}
         drawn = sum(samples.values())
-        count = f"{round(drawn * shared / compared)}"
+        number_shared = f"{round(drawn * shared / compared)}"
         yield Finding(
             code="DDP117",
             about=str(at),
             severity=Severity.WARNING,
             message=f"the ranks' parts of the training data overlap: "
-            f"{count if compared == drawn else f'about {count}'} of {drawn} samples "
+            f"{'' if compared == drawn else 'about '}{number_shared} of {drawn} samples "
             f"drawn in one pass at {first.read} were drawn by another rank, too",
             ranks=tuple(passes),
             location=at,
@@ -269,10 +274,79 @@ def shared_rows(run: Run) -> Iterator[Finding]:
                 "another rank drew in the same pass",
                 *(f"rank {rank}: {number} samples" for rank, number in list(samples.items())[:4]),
             ),
-            fix="Cut the ranks' parts from one order that is the same on every rank (one seed), "
-            "or give the whole data set to a DistributedSampler.",
+            fix=_ONE_ORDER,
         )
         return
+    yield from _shared_by_hand(run)
+
+
+def _shared_by_hand(run: Run) -> Iterator[Finding]:
+    """Yield a finding about ranks that cut their batches by hand, from overlapping parts."""
+    for ranks in groups_of(run):
+        found = None if any(map(_has_loader, ranks)) else _overlap_by_hand(ranks)
+        if found is None:
+            continue
+        shared, compared, batches = found
+        at = ranks[0].site("forward")
+        yield Finding(
+            code="DDP117",
+            about=str(at),
+            severity=Severity.WARNING,
+            message=f"the ranks' parts of the training data overlap: {shared} of {compared} "
+            "samples of the first batches were trained on by another rank, too",
+            ranks=tuple(rank.rank for rank in ranks),
+            location=at,
+            evidence=(
+                f"the first {count(batches, 'batch', 'batches')} of each rank were compared by "
+                "their content, and no loader gave them",
+            ),
+            fix=_ONE_ORDER,
+        )
+        return
+
+
+def _has_loader(rank: Rank) -> bool:
+    return any(one.trains for one in passes_of(rank))
+
+
+def _overlap_by_hand(ranks: Sequence[Rank]) -> tuple[int, int, int] | None:
+    """Return how many of the first samples of all ranks are shared, and the number of batches.
+
+    Return None if the ranks seem to draw from disjoint parts, to draw with replacement, or to take
+    the same batches all of them.
+    """
+    fed = [next(iter(rank.records.of(FedRecord)), None) for rank in ranks]
+    batches = [each.batches for each in fed if each is not None]
+    if len(batches) < len(ranks) or len({frozenset(each[0]) for each in batches}) == 1:
+        return None
+    length = min(_first_pass(each, len(ranks)) for each in batches) // 2
+    drawn = [[row for batch in each[:length] for row in batch] for each in batches]
+    parts = [set(rows) for rows in drawn]
+    distinct = sum(map(len, parts))
+    repeats = sum(map(len, drawn)) - distinct
+    owners = Counter(row for part in parts for row in part)
+    shared = sum(times for times in owners.values() if times > 1)
+    # Draws with replacement repeat within a rank half as often as in another one.
+    least = max(MIN_BY_HAND * len(ranks), 4 * len(ranks) * repeats, distinct * MIN_PART)
+    return (shared, distinct, length) if shared >= least else None
+
+
+def _first_pass(batches: Sequence[Sequence[int]], ranks: int) -> int:
+    """Return the number of first batches in which few samples come again."""
+    seen: set[int] = set()
+    drawn = 0
+    for number, batch in enumerate(batches):
+        drawn += len(batch)
+        seen.update(batch)
+        if (drawn - len(seen)) * 4 * ranks > drawn:
+            return number
+    return len(batches)
+
+
+_ONE_ORDER = (
+    "Cut the ranks' parts from one order that is the same on every rank (one seed), or give the "
+    "whole data set to a DistributedSampler."
+)
 
 
 def _by_index(passes: Passes) -> Compared | None:

@@ -248,9 +248,11 @@ def _before(ddp: Any, frame: FrameType) -> StepTracker | None:
             return None
         if not tracker.light and not tracker.step.fetched:
             # The frame is DDP's _run_ddp_forward, which holds the inputs.
-            inputs = frame.f_locals
+            given, named = map(frame.f_locals.get, ("inputs", "kwargs"))
             size = sample_contents.batch_size
-            tracker.step.fed += size(inputs.get("inputs")) or size(inputs.get("kwargs"))
+            tracker.step.fed += size(given) or size(named)
+            if trains:
+                emit(Observer.inputs_given, given or named)
     except Exception as error:
         shield.fault(_DDP_HOOK, error)
         return None

@@ -30,7 +30,7 @@ from ddpdoctor.probe.runtime.events import Observer
 from ddpdoctor.probe.runtime.rank import RankState
 from ddpdoctor.probe.runtime.recorder import Lazy
 from ddpdoctor.probe.runtime.sites import Site, caller
-from ddpdoctor.run.records.training import Head, PassRecord
+from ddpdoctor.run.records.training import FedRecord, Head, PassRecord
 
 # -- one pass over a data loader: which samples it drew, and the content of some of them
 
@@ -582,3 +582,44 @@ def _opened(iterator: Any, dataset: Any, record: PassRecord, left: int, most: in
     world = sys.modules["torch"].distributed.get_world_size()
     whole = length if lookup is None else len(lookup)
     return Pass(record, followed, -(-3 * whole // (2 * world)), lookup, most)
+
+
+# -- batches that no loader gives
+
+MAX_FED_BATCHES = 64
+MAX_FED_SAMPLES = 1024
+
+
+class Fed(Observer):
+    """The samples of a rank that cuts its batches by hand."""
+
+    def __init__(self, state: RankState) -> None:
+        super().__init__(state)
+        self._batches: list[Rows] = []
+        self._samples = 0
+
+    def inputs_given(self, inputs: Any) -> None:
+        """Copy a few elements of each sample of the batch."""
+        budget = self.state.budget
+        with budget.spending():
+            rows = sample_contents.sketch_rows(inputs) if budget.left() > 0 else None
+            if rows is None:
+                # Later batches without this one may look like another epoch.
+                self._end()
+                return
+            self._batches.append(rows)
+            self._samples += sample_contents.batch_size(inputs)
+            if len(self._batches) >= MAX_FED_BATCHES or self._samples >= MAX_FED_SAMPLES:
+                self._end()
+
+    def rank_ends(self) -> None:
+        """Record the batches of a short job."""
+        self._end()
+
+    def _end(self) -> None:
+        self.rest("inputs_given")
+        batches, self._batches = self._batches, []
+        if batches:
+            self.state.recorder.add(
+                lambda _: FedRecord(batches=tuple(tuple(rows()) for rows in batches))
+            )

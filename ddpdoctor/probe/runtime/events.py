@@ -55,6 +55,9 @@ class Observer:
     def forward_begins(self, ddp: Any, armed: bool) -> None:
         """A DDP module's forward begins in grad mode. ``armed``: its backward is reduced."""
 
+    def inputs_given(self, inputs: Any) -> None:
+        """A DDP module's forward has these inputs, and no loader gave a batch for this step."""
+
     def evaluation_begins(self, ddp: Any) -> None:
         """A DDP module's forward begins without gradients."""
 

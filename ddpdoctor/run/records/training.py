@@ -259,6 +259,14 @@ class Sketch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FedRecord(Record, kind="fed", kept=1):
+    """The samples of the first batches of a rank that trains without a loader."""
+
+    batches: tuple[tuple[int, ...], ...] = ()
+    """A hash of each sample by its content, by forward of a DDP module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PassRecord(PlacedRecord, kind="pass"):
     """The indices drawn by a pass over a loader. At most 32 passes per rank.
 
