@@ -13,7 +13,14 @@ from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.relations import STANDSTILL, Lapsed, brings_about
 from ddpdoctor.diagnose import STANDSTILLS
 from ddpdoctor.diagnose.hangs.rank_activity import NEVER_ENDS
-from ddpdoctor.diagnose.hangs.standstill import alone_behind, armed, leavers, stands_still, wish
+from ddpdoctor.diagnose.hangs.standstill import (
+    alone_behind,
+    armed,
+    averages_by_hand,
+    leavers,
+    stands_still,
+    wish,
+)
 from ddpdoctor.diagnose.source_operations import loop_around, without_join
 from ddpdoctor.run.records.process import ExitRecord
 from ddpdoctor.run.reported import hang, start
@@ -26,7 +33,8 @@ def left_early(run: Run) -> Iterator[Finding]:
 
     What it finds
         A rank whose script ended normally after fewer synchronized steps than another rank of its
-        group has started. The other rank waits in a collective or failed there.
+        group has started. The other rank waits in a collective or failed there. So for ranks that
+        average their gradients without DDP.
 
     Why it is bad
         The remaining ranks hang until their timeout, or fail with "Connection closed by peer". The
@@ -57,13 +65,14 @@ def left_early(run: Run) -> Iterator[Finding]:
 
 
 def _finding(run: Run, leaver: Rank, wanting: list[Rank]) -> Finding:
-    count = armed(leaver)
-    steps = f"{count} synchronized step{'' if count == 1 else 's'}"
+    by_hand = averages_by_hand(leaver)
+    count = leaver.ended.steps if by_hand and leaver.ended is not None else armed(leaver)
+    steps = f"{count} {'' if by_hand else 'synchronized '}step{'' if count == 1 else 's'}"
     evidence = [
         f"rank {leaver.rank} ended regularly after {steps}",
         *(f"rank {rank.rank} {wish(rank)}" for rank in wanting[:4]),
     ]
-    location = leaver.site("data") or leaver.site("forward")
+    location = leaver.site("data") or leaver.site("forward") or leaver.site("backward")
     location = loop_around(run, location) or location
     fix = without_join(
         run,
