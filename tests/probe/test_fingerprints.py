@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -270,3 +272,28 @@ def test_the_step_behind_one_is_charged_once_they_are_rare(
 
 def test_who_cannot_pay_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert written_by(monkeypatch, left=0)[0] == []
+
+
+@pytest.mark.parametrize(("slow", "taken"), [(True, [16, 32]), (False, [])])
+def test_a_few_are_taken_beyond_the_budget_if_steps_are_long(
+    monkeypatch: pytest.MonkeyPatch, slow: bool, taken: list[int]
+) -> None:
+    monkeypatch.setattr(torch_groups, "group_ranks", lambda ddp: [0, 1])
+    now = itertools.count(0, 10**10 if slow else 1)
+    monkeypatch.setattr(fingerprints, "time", SimpleNamespace(monotonic_ns=lambda: next(now)))
+    records: list[JsonObject] = []
+    purse = Purse(0)
+    state = a_rank(records, purse)
+    tracker: Any = state.tracker
+    ddp = torch.nn.Module()
+    ddp.module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(ddp.module.parameters(), lr=0.1)
+    replicas = Replicas(state)
+    one = Fingerprints(state, replicas)
+    replicas.ddp_built(ddp)
+    one.ddp_built(ddp)
+    for step in range(40):
+        tracker.steps = step + 1
+        one.step_ended(optimizer, step)
+    assert [each["step"] for each in records if each["kind"] == "fingerprint"] == taken
+    assert purse.held == 0

@@ -196,6 +196,7 @@ NEXT_STEP_COST = 100_000
 Charged unless every step has a fingerprint. In the first steps a credit pays.
 """
 
+RARE = 1000  # ratio of the time since the last fingerprint to the cost of one beyond the budget
 RICH_EVERY = 8  # interval of rich fingerprints among later ones
 RICH_BYTES = 1 << 18  # bytes of rich fingerprints after which the interval doubles
 MAX_OPTIMIZERS = 8  # maximum number of optimizers whose state is hashed
@@ -223,6 +224,7 @@ class Fingerprints(Observer):
         self._optimizers: list[weakref.ref[Any]] = []
         self._cost = 0
         self._rich_cost = 0
+        self._taken = time.monotonic_ns()
         self._loaded: set[bool] = set()
         """Whether a GPU has loaded the kernels of plain (False) and rich (True) fingerprints."""
         self._rich_stride = RICH_EVERY
@@ -307,7 +309,8 @@ class Fingerprints(Observer):
         budget = self.state.budget
         left = budget.left()
         cost = self._cost or self._guess()
-        if left < cost:
+        rare = left < cost and self._is_rare(number, cost, closely)
+        if left < cost and not rare:
             if not closely:
                 self.pace.spare()
             return
@@ -324,6 +327,9 @@ class Fingerprints(Observer):
             spent = min(spent, usual)
         else:
             budget.spend(spent)
+        if rare:
+            budget.grant(spent)
+        self._taken = time.monotonic_ns()
         self._loaded.update((rich, False))
         if rich:
             self._rich_cost = spent
@@ -332,6 +338,16 @@ class Fingerprints(Observer):
             self._cost = spent
         if not closely:
             self.pace.took(surplus=budget.left() > 4 * self._cost)
+
+    def _is_rare(self, number: int, cost: int, closely: bool) -> bool:
+        """Return whether a fingerprint costs next to nothing beside the time since the last one.
+
+        On a machine under load, following the steps takes all of the budget. The ranks take these
+        at the same steps.
+        """
+        again = closely or (number >= RICH_STEPS and not number & (number - 1))
+        enough = RARE * cost <= time.monotonic_ns() - self._taken
+        return again and enough and self.state.budget.enabled
 
     def rank_ends(self) -> None:
         """Write the fingerprints that are ready."""
