@@ -138,6 +138,20 @@ def test_weights_that_are_equal_or_may_be_made_so(build: Build, other: list[Json
     assert not list(start_differs(build(averaged(0), other)))
 
 
+def test_averaged_gradients_are_located_by_the_largest_sum(build: Build, tmp_path: Path) -> None:
+    run = build(averaged(0), averaged(1))
+    ring = RingWriter(str(tmp_path / "sums"))
+    group = ring.text("0|0-1")
+    for order, (line, numel) in enumerate([(9, 1), (20, 4000), (31, 1)], 1):
+        name, kind, total = (ring.text(each) for each in ("all_reduce", "float32", "SUM"))
+        texts = name, group, kind, total, ring.text(f"/job/t.py:{line}")
+        ring.begin(1, order, texts, (numel,), numel, -1, 0)
+    first, second = run.ranks
+    run = replace(run, ranks=(replace(first, ring_file=tmp_path / "sums"), second))
+    (finding,) = start_differs(run)
+    assert str(finding.location) == "/job/t.py:20"
+
+
 def test_gradients_that_are_all_zero_show_no_average(build: Build) -> None:
     assert not list(start_differs(build(*(averaged(n, gradients=[0.0]) for n in (0, 1)))))
 

@@ -15,6 +15,7 @@ from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.formatting import count as counted
 from ddpdoctor.core.formatting import named
 from ddpdoctor.core.user_code import Location
+from ddpdoctor.diagnose import source_files
 from ddpdoctor.diagnose.data.draws import passes_of
 from ddpdoctor.diagnose.gradients.reducer import Missing, by_module, listed, missing_gradients
 from ddpdoctor.diagnose.replicas.differences import (
@@ -628,7 +629,7 @@ def start_differs(run: Run) -> Iterator[Finding]:
         message=f"{named(ranks)} average their gradients, but began with different weights, "
         "and nothing makes them equal",
         ranks=ranks,
-        location=run.last[0].site("wait") or run.last[0].site("optimizer"),
+        location=_widest_sum(run.last[0]) or run.last[0].site("optimizer"),
         evidence=(
             f"the gradients of {first[0].optimizer} were equal on all ranks in {len(steps)} of "
             f"{len(steps)} recorded steps",
@@ -638,6 +639,13 @@ def start_differs(run: Run) -> Iterator[Finding]:
         fix="Before the first step, broadcast the weights of one rank: "
         "for each in model.state_dict().values(): dist.broadcast(each, src=0).",
     )
+
+
+def _widest_sum(rank: Rank) -> Location | None:
+    """Return the line of the largest tensor that a rank has reduced lately: of its gradients."""
+    calls = rank.ring.collectives if rank.ring is not None else ()
+    widest = max((each for each in calls if each.reduce), key=lambda each: each.numel, default=None)
+    return source_files.location(widest.site) if widest is not None and widest.site else None
 
 
 def _averaged_apart(records: list[SoloRecord]) -> bool:
