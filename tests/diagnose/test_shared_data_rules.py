@@ -313,6 +313,10 @@ def test_batches_cut_by_hand_from_orders_of_each_rank() -> None:
     assert said(*(fed(7, 3, 640, part) for part in parts)) == []
     many = [slice(rank, None, 12) for rank in range(12)]
     assert said(*(fed(7, 12, 768, part) for part in many)) == []
+    # The ranks are seeded alike, and one of them draws more.
+    same = [[100 * batch + row for row in range(16)] for batch in range(40)]
+    ahead = [{"kind": "fed", "batches": [same[0], *same[1 + 9 * rank :]]} for rank in (0, 1)]
+    assert said(*ahead) == ["DDP117"]
     # All take all batches, and one had a loader.
     assert said(fed(7, 3, 640, slice(None)), fed(7, 3, 640, slice(None))) == []
     assert said(own[0], subset(range(200), range(200))) == []

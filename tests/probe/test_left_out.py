@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from ddpdoctor.core.finding import RULES, examine
 from ddpdoctor.core.user_code import Location
 from ddpdoctor.probe.observers import loaders, samples
-from ddpdoctor.probe.observers.samples import Samples
+from ddpdoctor.probe.observers.samples import Fed, Samples
 from ddpdoctor.probe.runtime.sites import Site
 from ddpdoctor.run.reader import MemoryBudget, RunReader
 from ddpdoctor.run.records.base import JsonObject
@@ -137,3 +137,17 @@ def test_of_a_first_pass_content_is_hashed_after_the_budget_is_spent(
     assert first["state"] == last["state"] == "unfollowed"
     assert first["draws"] == last["draws"] == 12
     assert len(last["rows"]) > len(first["rows"]) > 0
+
+
+@pytest.mark.parametrize(("left", "batches"), [(10**9, 3), (0, 0)])
+def test_batches_without_a_loader_are_hashed_until_the_budget_ends(left: int, batches: int) -> None:
+    lines: list[JsonObject] = []
+    purse = Purse(left)
+    fed = Fed(a_rank(lines, purse))
+    for number in range(3):
+        fed.inputs_given((torch.arange(8.0).view(4, 2) + number,))
+    purse.held = 0
+    fed.inputs_given((torch.zeros(4, 2),))
+    fed.rank_ends()
+    assert [len(each["batches"]) for each in lines] == [batches] * bool(batches)
+    assert all(len(set(batch)) == 4 for each in lines for batch in each["batches"])

@@ -287,7 +287,8 @@ def _shared_by_hand(run: Run) -> Iterator[Finding]:
         if found is None:
             continue
         shared, compared, batches = found
-        at = ranks[0].site("forward")
+        fed = ranks[0].records.first(FedRecord)
+        at = fed.location if fed is not None else None
         yield Finding(
             code="DDP117",
             about=str(at),
@@ -317,9 +318,12 @@ def _overlap_by_hand(ranks: Sequence[Rank]) -> tuple[int, int, int] | None:
     """
     fed = [next(iter(rank.records.of(FedRecord)), None) for rank in ranks]
     batches = [each.batches for each in fed if each is not None]
-    if len(batches) < len(ranks) or len({frozenset(each[0]) for each in batches}) == 1:
+    if len(batches) < len(ranks):
         return None
     length = min(_first_pass(each, len(ranks)) for each in batches) // 2
+    equal = sum(len(set(step)) == 1 for step in zip(*batches, strict=False))
+    if 2 * equal > min(map(len, batches)):
+        return None
     drawn = [[row for batch in each[:length] for row in batch] for each in batches]
     parts = [set(rows) for rows in drawn]
     distinct = sum(map(len, parts))

@@ -597,6 +597,7 @@ class Fed(Observer):
         super().__init__(state)
         self._batches: list[Rows] = []
         self._samples = 0
+        self._at: Site | None = None
 
     def inputs_given(self, inputs: Any) -> None:
         """Copy a few elements of each sample of the batch."""
@@ -607,6 +608,7 @@ class Fed(Observer):
                 # Later batches without this one may look like another epoch.
                 self._end()
                 return
+            self._at = self._at or caller()
             self._batches.append(rows)
             self._samples += sample_contents.batch_size(inputs)
             if len(self._batches) >= MAX_FED_BATCHES or self._samples >= MAX_FED_SAMPLES:
@@ -619,7 +621,8 @@ class Fed(Observer):
     def _end(self) -> None:
         self.rest("inputs_given")
         batches, self._batches = self._batches, []
-        if batches:
+        if batches and self._at is not None:
+            record = FedRecord(**self._at.place)
             self.state.recorder.add(
-                lambda _: FedRecord(batches=tuple(tuple(rows()) for rows in batches))
+                lambda _: replace(record, batches=tuple(tuple(rows()) for rows in batches))
             )

@@ -259,8 +259,8 @@ class Sketch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FedRecord(Record, kind="fed", kept=1):
-    """The samples of the first batches of a rank that trains without a loader."""
+class FedRecord(PlacedRecord, kind="fed", kept=1):
+    """The samples of the first batches of a rank that trains without a loader, by its forward."""
 
     batches: tuple[tuple[int, ...], ...] = ()
     """A hash of each sample by its content, by forward of a DDP module."""
