@@ -742,6 +742,8 @@ def _written_by(call: ast.Call, scope: Scope) -> WriteTarget | None:
     owner = ast.unparse(call.func.value)
     if name == "apply" and _MODULE.search(owner):
         return "weights"
+    if name == "step" and "sched" in owner.lower():
+        return "hyper-parameters"
     if owner.rpartition(".")[2] == "init" and name.endswith("_"):
         return "weights"
     if not _IN_PLACE.match(name):
