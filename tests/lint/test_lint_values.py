@@ -54,7 +54,9 @@ def through_helpers(tree: ast.Module) -> list[ast.Module]:
         assert isinstance(function, ast.FunctionDef)
         local = parameters(function) | names(function, ast.Store)
         for node in ast.walk(function):
-            call = node.value if isinstance(node, ast.Assign) else None
+            if not isinstance(node, ast.Assign):
+                continue
+            call = node.value
             if not isinstance(call, ast.Call) or ast.unparse(call.func).split(".")[-1] not in _MADE:
                 continue
             passed = ", ".join(sorted(names(call, ast.Load) & local - {"self"}))
@@ -122,8 +124,7 @@ def in_two_files(tree: ast.Module) -> list[ast.Module]:
         return [tree]
     taken = ast.parse(f"from helpers import {', '.join(each.name for each in moved)}").body
     kept = [each for each in tree.body if each not in imports and each not in moved]
-    main, other = [*imports, *taken, *kept], [*imports, *moved]
-    return [ast.Module(main, []), ast.Module(other, [])]
+    return [ast.Module([*imports, *taken, *kept], []), ast.Module([*imports, *moved], [])]
 
 
 LOST = {

@@ -12,6 +12,7 @@ from ddpdoctor.diagnose.data.draws import (
     MIN_WHOLE,
     Pass,
     Passes,
+    groups_of,
     matched,
     other_data,
     overlap,
@@ -20,7 +21,6 @@ from ddpdoctor.diagnose.data.draws import (
     same_data,
     same_part,
 )
-from ddpdoctor.diagnose.data.equal_losses import groups_of
 from ddpdoctor.run.records.training import FedRecord
 from ddpdoctor.run.snapshot import Rank, Run
 
