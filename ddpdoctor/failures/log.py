@@ -193,7 +193,15 @@ class LogReader:
             lines = b"".join(self._newest_first).removesuffix(b"\n").split(b"\n")
             found = read(self.source, [b"\n".join(reversed(lines))], self._place)
             end = len(lines) + 1
-            return [replace(each, line=end - each.line, last=end - each.last) for each in found]
+            return [
+                replace(
+                    each,
+                    line=end - each.line,
+                    last=end - each.last,
+                    numbers=tuple(end - number for number in each.numbers),
+                )
+                for each in found
+            ]
         if self._rest:
             self._head = self._head or beginning_of(self._rest[:_ENDS])
             self._block(self._rest.removesuffix(b"\n") + b"\n", is_end=True)
@@ -531,6 +539,7 @@ class LogReader:
                 ignored=printed.survived and not message.startswith("KeyboardInterrupt"),
                 location=printed.location,
                 traceback=printed.text if printed.frames else "",
+                numbers=tuple(printed.numbers),
                 context=printed.context,
                 who=printed.who,
                 bare=printed.of_thread or not (printed.frames and message),

@@ -75,6 +75,7 @@ class Occurrence:
         final: It ended its process, as far as the log shows: no plain line follows.
         location: The innermost line of the user's code, for exceptions.
         traceback: The whole text of an exception's traceback.
+        numbers: The number of each of its lines.
         context: The first exception of a chain.
         who: The process or node in the line's prefix.
         bare: An exception without a traceback, which may have been only logged.
@@ -102,6 +103,7 @@ class Occurrence:
     final: bool = True
     location: Location | None = None
     traceback: str = ""
+    numbers: tuple[int, ...] = ()
     context: str = ""
     who: str = ""
     bare: bool = False

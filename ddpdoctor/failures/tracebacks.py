@@ -150,6 +150,7 @@ class Printed:
         uncaught: Its lines have torch's prefix of uncaught exceptions.
         time: Seconds, if a line shortly before it has a time.
         lines: Its lines, without prefixes.
+        numbers: The number of each of them.
         last: The number of its last line so far.
         state: The role of its last line. ``EXCEPTION`` until the next head, whatever follows.
         who: The process or node in a prefix.
@@ -167,6 +168,7 @@ class Printed:
     uncaught: bool
     time: float | None
     lines: list[str] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
     last: int = 0
     state: Kind = Kind.HEAD
     who: str = ""
@@ -232,6 +234,7 @@ class Printed:
             self.torn = text.strip() == ":"
             return
         self.lines.append(text)
+        self.numbers.append(number)
         self.last = number
         if not self.complete or kind in (Kind.HEAD, Kind.CHAIN):
             self.state = self.state if kind is Kind.OTHER else kind
@@ -455,6 +458,7 @@ def cut_off(lines: Sequence[Line], number: int) -> Printed | None:
         uncaught=last.uncaught,
         time=None,
         lines=frames,
+        numbers=[*range(number - len(frames), number)],
         last=number - 1,
         state=Kind.SOURCE,
         who=last.who,
@@ -566,13 +570,15 @@ def _begun(
     rank = whole(of_rank[1]) if of_rank else line.rank
     # torch continues after what it logs as a warning.
     warned = WARNING.match(prefix) is not None
+    lines = [f"{HEAD}:"] if head else [*_frames(earlier), line.text]
     return Printed(
         start=offset,
         number=number,
         rank=_reported_rank(earlier[-4:]) if reported else rank,
         uncaught=line.uncaught and not warned,
         time=when,
-        lines=[f"{HEAD}:"] if head else [*_frames(earlier), line.text],
+        lines=lines,
+        numbers=[*range(number - len(lines) + 1, number + 1)],
         last=number,
         state=Kind.HEAD if head else Kind.EXCEPTION,
         who=line.who or (f"process {spawned[1]}{SPAWNED_BY}" if spawned else ""),

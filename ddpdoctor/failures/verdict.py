@@ -855,7 +855,16 @@ def _printed(each: Occurrence) -> str:
     all_ = f"{each.text}\n{each.traceback}"
     cut = each.traceback.rstrip().rpartition("\n")[2]
     text = matching_line(each.failure, all_) if each.text else cut
-    return f"{each.source}:{each.line}: {shortened(text)}"
+    return f"{each.source}:{_line_of(each, text)}: {shortened(text)}"
+
+
+def _line_of(each: Occurrence, text: str) -> int:
+    """Return the number of the line of an occurrence that a text begins with."""
+    lines = [line.strip() for line in each.traceback.split("\n")]
+    found = (
+        at for at, line in zip(each.numbers, lines, strict=False) if line and text.startswith(line)
+    )
+    return max(found, default=each.line)
 
 
 def _consequences(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
@@ -871,9 +880,9 @@ def _consequences(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str
     for said, several in [*alike.items()][:_SHOWN]:
         ranks = sorted(rank for rank, each in by_rank.items() if each in several)
         yield (
-            _later(several[0], first, "as a consequence")
+            _later(several[0], first, "too" if said == _CUT else "as a consequence")
             if len(ranks) == 1
-            else f"{named(ranks)}, as a consequence: each {said}"
+            else f"{named(ranks)}, {'too' if said == _CUT else 'as a consequence'}: each {said}"
         )
     if more := sum(map(len, [*alike.values()][_SHOWN:])):
         yield f"{count(more, 'more rank')} failed after it"

@@ -232,7 +232,7 @@ def test_far_into_a_large_log() -> None:
     sick = (LOGS / "exception.log").read_bytes()
     data = filler * 5_000 + sick
     (finding,) = findings(read("x.log", [data]))
-    number = data[: data.index(b"[rank1]: Traceback")].count(b"\n") + 1
+    number = data[: data.index(b"[rank1]: ValueError")].count(b"\n") + 1
     assert finding.evidence[0].startswith(f"x.log:{number}: ValueError")
 
 
