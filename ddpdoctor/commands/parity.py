@@ -120,7 +120,7 @@ class Compared(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What is reported of some sizes, the smallest first."""
+    """The results to report for the compared sizes, smallest first."""
 
     every: list[Compared]
     found: list[Finding]

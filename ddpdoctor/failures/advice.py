@@ -100,7 +100,8 @@ def for_exception(first: Occurrence, failed: Collection[int], all_: Sequence[Occ
         known = phase(first)
         if sum(name_of(each) == "loss-scale-falls" for each in all_) >= _OVERFLOWS:
             worker = (
-                "Gradients overflow in fp16: use bf16 if the GPU can, else a lower learning rate."
+                "Gradients overflow in fp16: use bf16 if the GPU supports it, or else a lower "
+                "learning rate."
             )
         own = f"{known.usual} {_CUT}" if known is not None else _CUT
     if not own and not worker:
@@ -145,7 +146,7 @@ def _by_place(first: Occurrence) -> str:
             f"{place.line}: compare it with the configuration and the number of ranks."
         )
     passed = f"{first.location or 'the script'} passes to {place.package}"
-    return f"See what {passed}, and whether its installed version is the one that is meant."
+    return f"See what {passed}, and whether its installed version is the intended one."
 
 
 def of_text(text: str, traceback: str = "", advice: Sequence[Advice] = (*PHRASES, *KINDS)) -> str:
@@ -167,7 +168,7 @@ def _by_rank(failed: Collection[int], all_: Sequence[Occurrence]) -> str:
             "try it with one process."
         )
     if len(failed) == 1 and len(seen) > 1:
-        return f"The log shows it of {named(failed)} alone: see its data, its node, its branches."
+        return f"The log shows it only for {named(failed)}: check its data, node and branches."
     return ""
 
 
@@ -182,7 +183,7 @@ _USED = re.compile(rf"{_AMOUNT} (?:is allocated by PyTorch|already allocated)")
 _UNUSED = re.compile(rf"{_AMOUNT} is reserved by PyTorch but unallocated")
 _RESERVED = re.compile(rf"{_AMOUNT} reserved in total")
 _GIB = {"K": 2.0**-20, "M": 2.0**-10, "G": 1.0}
-_SMALLER = "Else a smaller batch on each rank, or checkpointed activations."
+_SMALLER = "Otherwise, use a smaller batch on each rank, or activation checkpointing."
 _MUCH = 0.15  # Share of a GPU's memory that is worth a remark
 
 
@@ -203,18 +204,18 @@ def for_memory(first: Occurrence) -> str:
     others = capacity - free - used - unused
     if others > _MUCH * capacity:
         return (
-            f"{others:.1f} of the GPU's {capacity:.1f} GiB are held by others than this process's "
-            "tensors: `nvidia-smi` shows an orphan of an earlier job, other ranks on this GPU "
+            f"{others:.1f} of the GPU's {capacity:.1f} GiB are not held by this process's tensors: "
+            "`nvidia-smi` shows an orphan of an earlier job, other ranks on this GPU "
             f"(torch.cuda.set_device(local_rank)), or another user. {_SMALLER}"
         )
     if unused > _MUCH * capacity:
         return (
             f"{unused:.1f} GiB are reserved, but in pieces that are too small: "
-            f"PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. {_SMALLER}"
+            f"set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. {_SMALLER}"
         )
     return (
-        f"This process's own tensors hold {used:.1f} of the GPU's {capacity:.1f} GiB: a smaller "
-        "batch on each rank, shorter samples, checkpointed activations, bf16, or FSDP or ZeRO."
+        f"This process's own tensors hold {used:.1f} of the GPU's {capacity:.1f} GiB: use a "
+        "smaller batch on each rank, shorter samples, activation checkpointing, bf16, FSDP or ZeRO."
     )
 
 

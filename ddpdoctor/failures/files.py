@@ -114,7 +114,9 @@ def _of_zstd(name: str, stream: IO[bytes]) -> IO[bytes]:
 
 def _of_zip(name: str, file: IO[bytes]) -> Iterator[tuple[str, IO[bytes]]]:
     if not file.seekable():
-        raise DoctorError(f"{name} is a zip archive, which has to be a file", "save it first")
+        raise DoctorError(
+            f"{name} is a zip archive, which cannot be read from a pipe", "save it to a file first"
+        )
     with zipfile.ZipFile(file) as archive:
         for member in sorted(archive.infolist(), key=lambda each: each.filename)[:_MAX_MEMBERS]:
             if not member.is_dir() and _is_log(member.filename):

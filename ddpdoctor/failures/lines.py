@@ -490,7 +490,7 @@ class Redactor:
     """Replaces names consistently.
 
     Args:
-        texts: Other texts, which may show that a word is a name.
+        texts: Other texts to collect names from.
     """
 
     def __init__(self, texts: Iterable[str] = ()) -> None:

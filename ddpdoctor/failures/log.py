@@ -90,7 +90,7 @@ _AT_LAST = {
 _ENDS_WITH = replace(
     ERROR_LINE,
     known=ERROR_LINE.known._replace(name=LAST_WORDS),
-    says="printed a line that tells of a failure",
+    says="printed a line that reports a failure",
 )
 """Reported for a log without a known failure whose last lines sound like one."""
 

@@ -47,7 +47,9 @@ def job(number: str) -> SlurmJob:
         DoctorError: It is no job's number, or Slurm does not know it.
     """
     if not _NUMBER.fullmatch(number):
-        raise DoctorError(f"{number} is no number of a Slurm job", "4711, or 4711_3 of an array")
+        raise DoctorError(
+            f"{number} is not a Slurm job number", "such as 4711, or 4711_3 in an array"
+        )
     facts = _of_scontrol(number) or _of_sacct(number)
     if not facts:
         raise DoctorError(

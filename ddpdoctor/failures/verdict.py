@@ -422,8 +422,8 @@ def is_timed(occurrences: Sequence[Occurrence]) -> bool:
 # -- The verdict
 
 
-_WHOSE = "lines do not say whose they are, and the log goes on after it"
-_ALONE = "it stands without its traceback, so it may have been only logged"
+_WHOSE = "lines do not say which process they come from, and the log goes on after it"
+_ALONE = "it has no traceback, so it may only have been logged"
 _CUT = "an exception whose message is cut off in the log"
 _SHOWN = 3
 _SOURCE_LINE = re.compile(r"\n +(?!File )(\w[^\n]*)(?:\n[ ^~]+)?\n\w+\s*\Z")
@@ -487,10 +487,10 @@ def _waiting(occurrences: Sequence[Occurrence]) -> Finding | None:
         return note
     return replace(
         note,
-        message=f"{_subject(last)} waits at the set-up of a process group of {size} ranks, to "
-        f"which {came} processes have come: more than its world size",
-        fix="Start as many processes as the world size says. If they are as many: the store, or "
-        "the file of file://, is that of an earlier start, so take a new port or file.",
+        message=f"{_subject(last)} waits in the setup of a process group of {size} ranks, "
+        f"which {came} processes have joined: more than its world size",
+        fix="Start as many processes as the world size. If there are as many, the store or the "
+        "file:// file is from an earlier start: use a new port or file.",
     )
 
 
@@ -650,8 +650,8 @@ def _of_late(
         evidence=(*seen, *_facts(own[0] if own else first, all_)),
         fix=advice.for_timeout(
             first,
-            "See what it did instead: a branch on the rank, batches of unequal number, a slow save "
-            "or evaluation, a crash. `ddpdoctor run` names the line.",
+            "Find out what it did instead: a branch on the rank, an unequal number of batches, a "
+            "slow save or evaluation, or a crash. `ddpdoctor run` names the line.",
             all_,
         ),
         traceback=first.traceback,
@@ -669,7 +669,7 @@ def _not_understood(first: Occurrence, remarks: Sequence[Occurrence]) -> Finding
     return Finding(
         code="DDP900",
         severity=Severity.WARNING if alone else Severity.ERROR,
-        message=f"{_subject(first)} {said or 'likely failed first; why is not understood'}",
+        message=f"{_subject(first)} {said or 'likely failed first, for an unknown reason'}",
         ranks=() if first.rank is None else (first.rank,),
         evidence=tuple(lines),
         fix=f"{_fix_of_remarks(remarks)} {failure.fix if failure else ''}".strip(),
@@ -700,11 +700,11 @@ def _facts(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
     yield from _printed_before(first, [each for each in all_ if each.order < first.order])
     limits = (each for each in all_ if name_of(each) == "time-limit" and each.order > first.order)
     if name_of(first) != "time-limit":
-        yield from (f"it came before the end of its time: {_printed(each)}" for each in limits)
+        yield from (f"it came before the time limit: {_printed(each)}" for each in limits)
     if first.context and first.context != first.text.partition("\n")[0]:
         yield f"it was raised while handling: {shortened(first.context)}"
     if first.interleaved:
-        yield "tracebacks of several processes are mixed here: its line is not certain"
+        yield "tracebacks of several processes are mixed here: its line is uncertain"
     yield from _warned(first, [each for each in all_ if each.order < first.order])
 
 
@@ -770,7 +770,7 @@ def _absent(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
     absent = sorted({*range(min(size, _MAX_RANKS))} - came)
     if 0 < missing <= len(absent) <= 2 * missing and size <= _MAX_RANKS:
         of_them = "" if missing == len(absent) else f"{missing} of "
-        yield f"{of_them}{named(absent)} did not come: see whether they started, and their output"
+        yield f"{of_them}{named(absent)} did not join: check whether they started, and their output"
 
 
 def _unsubmitted(first: Occurrence, all_: Sequence[Occurrence]) -> Iterator[str]:
@@ -802,7 +802,7 @@ def _doubts(
 ) -> Iterator[str]:
     """Yield the reasons why the verdict is not certain."""
     if unordered:
-        yield "the logs carry no times, so which of them was first is not known"
+        yield "the logs have no timestamps, so it is not known which came first"
     if first.weight <= Weight.CONSEQUENCE and not first.ignored:
         yield "missing: the output of the rank that failed first"
     elif not first.text:

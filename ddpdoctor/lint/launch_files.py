@@ -29,7 +29,7 @@ NAMES = {
 
 
 class Fault(NamedTuple):
-    """A fault in a line. Lines count from 1."""
+    """A fault in a line. Line numbers start at 1."""
 
     line: int
     code: str

@@ -785,13 +785,13 @@ def unknown_function(code: Code) -> Iterator[Hit]:
     """A function of torch.distributed does not exist.
 
     What it finds
-        ``dist.NAME`` where no release of torch has the name, and one has a similar name.
+        ``dist.NAME`` if no release of torch has that name, but one has a similar name.
 
     Why it is bad
         It raises AttributeError, often late: at the first evaluation or at the end.
 
     How to fix it
-        Use the name that is meant.
+        Use the intended name.
 
     Example
         Wrong:

@@ -57,7 +57,7 @@ class Member:
         self._tried: deque[str] = deque()
         self._since = 0.0
         self._heard = 0.0
-        self._refused = False  # Whether the head has another version of the messages
+        self._refused = False  # Whether the head uses another version of the protocol
         self.head: messages.Welcome | None = None
         """The head, while the link to it is up."""
         self.over = False  # Whether the job has ended on the head

@@ -2,7 +2,7 @@
 
 The published figures are ResNet-50 on up to eight V100-PCIE-32G with torch 0.4.1: forward and
 backward of a batch of 128 images of 3x224x224 per GPU, with DistributedDataParallel of torch and
-of NVIDIA Apex. One GPU has no DDP.
+of NVIDIA Apex. The runs on one GPU do not use DDP.
 """
 
 from __future__ import annotations

@@ -538,7 +538,7 @@ def _owns(gpu: tuple[Device, tuple[str, ...]], entry: str) -> bool:
 
 
 MAX_LINKS = 18  # Maximum number of NVLinks of a GPU
-MIN_BUSY = 50  # Minimum percent of the time with running kernels at which links are at full speed
+MIN_BUSY = 50  # Minimum utilization, in percent, at which links run at full speed
 
 _PEER_READ = 0
 _PEER_NVLINK = 2

@@ -144,7 +144,7 @@ def inode(connection: socket.socket) -> int:
 
 def _unix_user(connection: socket.socket) -> int:
     if not hasattr(socket, "SO_PEERCRED"):
-        raise UnknownPeerError("this system does not know the user of a connection")
+        raise UnknownPeerError("this system cannot tell which user opened a connection")
     size = struct.calcsize("3i")
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     return int(struct.unpack("3i", credentials)[1])
@@ -153,7 +153,7 @@ def _unix_user(connection: socket.socket) -> int:
 def _tcp_peer(connection: socket.socket) -> tuple[int, int]:
     """Return the uid and the inode of the socket at the other end."""
     if not (hasattr(socket, "TCP_INFO") and hasattr(socket, "AF_NETLINK")):
-        raise UnknownPeerError("this system does not know the user of a connection")
+        raise UnknownPeerError("this system cannot tell which user opened a connection")
     ours, theirs = connection.getsockname(), connection.getpeername()
     # A cheap check first, since a flood usually closes its connections at once.
     _check_open(connection)

@@ -63,7 +63,9 @@ def test_guides(place: str) -> None:
 
 @pytest.mark.parametrize("area", AREAS)
 def test_code(area: str) -> None:
-    sources = [path for ending in ("py", "c", "h") for path in (ROOT / area).rglob(f"*.{ending}")]
+    sources = [
+        path for ending in ("py", "c", "h", "toml") for path in (ROOT / area).rglob(f"*.{ending}")
+    ]
     assert sources
     found = {str(path): used(path.read_text(), DIALECT) for path in sources}
     assert not {path: words for path, words in found.items() if words}

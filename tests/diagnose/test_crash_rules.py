@@ -416,5 +416,5 @@ def test_an_exception_comes_with_the_next_step(written: Written) -> None:
     written.rank(1, [error("ModuleNotFoundError", "No module named 'apex.amp'", T0)])
     written.exit(1, 1, T0 + SECOND)
     found = next(each for each in written.findings(status=1) if each.code == "DDP901")
-    assert found.fix.startswith("`python -m pip show apex`")
+    assert found.fix.startswith("Run `python -m pip show apex`")
     assert found.fix.endswith("Fix this exception.")

@@ -57,8 +57,8 @@ WITHOUT_JOB = (
     "See what else runs on this machine",
     "Look at this rank's device",
     "Load the data of this stage faster",
-    "Let go of the DDP module and the optimizer",
-    "Let go of what waits there",
+    "Delete the DDP module and the optimizer",
+    "Release what waits there",
     "Let every output of forward take part",
     # They are about how the job was started, or about who stops it.
     "Give the script the options that it takes",

@@ -46,7 +46,7 @@ def raised(*lines: str, rank: int = 1) -> str:
         (("RuntimeError: Tensors must be contiguous",), ".contiguous()"),
         (("ValueError: Invalid rank 4, rank should be in the interval",), "leave both out"),
         (("IndexError: Target 10 is out of bounds.",), "outside of 0..classes-1"),
-        (("x.Timeout: The file lock '/c/x.lock' is held",), "holds the lock"),
+        (("x.Timeout: The file lock '/c/x.lock' is held",), "left the lock"),
         (("KeyError: 'image'",), "lacks that key"),
         (("KeyError: 'velocity'",), "Print the keys"),
         (
@@ -126,8 +126,8 @@ def test_what_one_rank_raises_may_be_of_its_data() -> None:
     lost = "RuntimeError: [/pytorch/gloo/pair.cc:553] Connection closed by peer [10.0.0.4]:6294"
     found = one(raised("KeyError: 'x'", rank=2) + raised(lost, rank=0))
     assert found.ranks == (2,)
-    assert "of rank 2 alone" in found.fix
-    assert "alone" not in one(raised("KeyError: 'x'")).fix
+    assert "only for rank 2" in found.fix
+    assert "only for" not in one(raised("KeyError: 'x'")).fix
 
 
 def test_a_loss_scale_that_fell_is_shown_before_an_exception() -> None:
@@ -154,10 +154,10 @@ def test_advice_is_in_whole_sentences_and_looks_only_so_far_ahead() -> None:
 @pytest.mark.parametrize(
     ("held", "said"),
     [
-        ("1.00 GiB already allocated; 0.50 GiB free; 2.00 GiB reserved in total", "by others"),
+        ("1.00 GiB already allocated; 0.50 GiB free; 2.00 GiB reserved in total", "are not held"),
         ("4.00 GiB already allocated; 0.50 GiB free; 9.00 GiB reserved in total", "in pieces"),
         ("8.50 GiB already allocated; 0.50 GiB free; 9.00 GiB reserved in total", "own tensors"),
-        ("1.2.3 GiB already allocated; . GiB free", "See who else holds it"),
+        ("1.2.3 GiB already allocated; . GiB free", "Check who else holds it"),
     ],
 )
 def test_who_holds_the_memory_of_a_gpu_is_read_from_the_message(held: str, said: str) -> None:
@@ -197,7 +197,10 @@ _TO = (
         (_TO.format("8d2f00c1a9be"), "8d2f00c1a9be is the name of a container"),
         (_TO.format("10.0.0.4"), "firewall"),
         (_TO.format("gpu-node-12a"), "firewall"),
-        ("n1:4:9 [0] NCCL WARN Connect to 10.0.0.7<217> failed : Connection refused", "nobody"),
+        (
+            "n1:4:9 [0] NCCL WARN Connect to 10.0.0.7<217> failed : Connection refused",
+            "nothing listens",
+        ),
         ("n1:4:9 [0] NCCL WARN Connect to 10.0.0.7<217> failed : timed out", "ip_local_port"),
     ],
 )
@@ -208,8 +211,8 @@ def test_the_words_about_an_address_tell_what_is_wrong_with_it(line: str, said: 
 @pytest.mark.parametrize(
     ("folder", "lost", "said"),
     [
-        ("/home/my code", "/home/my", "has a blank"),
-        ("F:\\my code", "F:\\\\my", "has a blank"),
+        ("/home/my code", "/home/my", "has a space"),
+        ("F:\\my code", "F:\\\\my", "has a space"),
         ("/home/my code", "/home/code/a.txt", "in its container"),
         ("/home/mycode", "/home/my", "in its container"),
     ],

@@ -206,7 +206,7 @@ def test_a_traceback_of_a_launcher_without_its_end_is_no_cause(file: str) -> Non
     assert (found.code, found.ranks) == ("DDP907", (3,))
     assert one(status.format(-11) + CUT.format(file=file)).code == "DDP904"
     alone = one(CUT.format(file=file))
-    assert (alone.code, "as its launcher noticed" in alone.message) == ("DDP907", True)
+    assert (alone.code, "as its launcher reported" in alone.message) == ("DDP907", True)
 
 
 def test_what_was_printed_before_a_traceback_without_its_end_is_shown() -> None:

@@ -329,8 +329,8 @@ REFUSED = "usage: train.py [-h] --cfg CFG ...\ntrain.py: error: unrecognized arg
     ("words", "code", "said", "fix"),
     [
         ("--local_rank={}", "DDP206", "that its launcher passes", "torchrun, which sets"),
-        ("--local_rank={} -m", "DDP206", "passes, nor -m", "run together"),
-        ("--local_rank={} -m torch.distributed.launch a.py", "DDP206", "nor -m", "run together"),
+        ("--local_rank={} -m", "DDP206", "passes, nor -m", "are joined"),
+        ("--local_rank={} -m torch.distributed.launch a.py", "DDP206", "nor -m", "are joined"),
         ("--local_rank={} -m vgg", "DDP206", "nor -m vgg", "torchrun, which sets"),
         ("out --local-rank={} --amp", "DDP206", "nor out, nor --amp", "torchrun, which sets"),
         ("--gpu {} --amp", "DDP905", "--gpu 0 --amp", "after its name"),

@@ -442,8 +442,8 @@ def test_ranks_that_wait_in_a_collective_do_not_lack_the_port() -> None:
 @pytest.mark.parametrize(
     ("shown", "said"),
     [
-        ((0, 1, 2, 4, 7), "ranks 3, 5 and 6 did not come: see whether they started"),
-        ((1, 2, 4, 7), "3 of ranks 0, 3, 5 and 6 did not come: see whether they started"),
+        ((0, 1, 2, 4, 7), "ranks 3, 5 and 6 did not join: check whether they started"),
+        ((1, 2, 4, 7), "3 of ranks 0, 3, 5 and 6 did not join: check whether they started"),
         ((1,), None),
     ],
 )
@@ -457,7 +457,7 @@ def test_who_did_not_come_to_a_barrier_of_the_store(shown: tuple[int, ...], said
         )
     )
     assert found.code == "DDP813"
-    absent = [each for each in found.evidence if "did not come" in each]
+    absent = [each for each in found.evidence if "did not join" in each]
     assert [each[: len(said)] for each in absent] == [said] if said else not absent
 
 
@@ -509,9 +509,9 @@ def test_who_waits_at_the_set_up_of_a_group_until_the_logs_end() -> None:
     found = one(_WAIT.format(0, 4, 2) + _WAIT.format(0, 4, 3))
     assert (found.code, found.severity.label, found.ranks) == ("DDP813", "warning", ())
     assert found.message == (
-        "rank 0 waits at the set-up of a process group, to which 3 of 4 ranks have come"
+        "rank 0 waits in the setup of a process group, which 3 of 4 ranks have joined"
     )
-    assert "to which 8 processes have come: more" in one(_WAIT.format(3, 4, 8)).message
+    assert "which 8 processes have joined: more" in one(_WAIT.format(3, 4, 8)).message
 
 
 @pytest.mark.parametrize(
@@ -674,7 +674,7 @@ def test_a_job_that_stops_itself_for_nan_says_so_in_its_own_words(text: str, cod
 
 def test_a_line_alone_with_an_exception_is_not_said_to_be_followed() -> None:
     found = one(STEPS + "ValueError: bad\n")
-    assert any("stands without its traceback" in each for each in found.evidence)
+    assert any("has no traceback" in each for each in found.evidence)
     assert not any("goes on after" in each for each in found.evidence)
 
 

@@ -147,7 +147,7 @@ def test_all_tasks_of_an_array_are_read(tools: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", ["", "x", "1;id", "--help", "1 2"])
 def test_only_numbers_are_given_to_slurm(tools: Path, number: str) -> None:
-    with pytest.raises(DoctorError, match="no number of a Slurm job"):
+    with pytest.raises(DoctorError, match="not a Slurm job number"):
         slurm.job(number)
 
 

@@ -558,5 +558,5 @@ def first_mismatch(called: Mapping[int, Sequence[Collective]], gloo: bool) -> Mi
 
 
 def as_nccl_compares(call: Call) -> Call:
-    """Return the call as NCCL compares it, which also gathers tensors of unequal size."""
+    """Return the call as NCCL compares it. NCCL can gather tensors of unequal size."""
     return replace(call, numel=-1) if call.name in _UNEVEN else call

@@ -70,7 +70,7 @@ def crashes(run: Run) -> Iterator[Finding]:
                     message=f"{each.name} finished its script and then died of {each.text} at "
                     "exit; training is not affected",
                     ranks=(each.rank,),
-                    fix="Let go of the DDP module and the optimizer, gc.collect(), and only then "
+                    fix="Delete the DDP module and the optimizer, call gc.collect(), and only then "
                     "call destroy_process_group().",
                 )
 

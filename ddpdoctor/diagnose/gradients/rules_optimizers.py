@@ -415,7 +415,7 @@ def schedule_length(run: Run) -> Iterator[Finding]:
 
 
 def _by_hand(run: Run) -> Iterator[Finding]:
-    """Yield a finding for a schedule without a scheduler whose length covers all the data."""
+    """Yield a finding for a learning rate computed by hand from the steps over all the data."""
     first = run.last[0]
     rates = list(dict.fromkeys(_rates(first)))
     at = steps_of_all_data(run)

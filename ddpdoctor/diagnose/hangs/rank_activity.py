@@ -367,7 +367,7 @@ _CALLED = (
     "script, with a timeout."
 )
 _LET_GO = (
-    "Let go of what waits there while Python still runs: `del` the DDP model and the optimizer, "
+    "Release what waits there while Python still runs: `del` the DDP model and the optimizer, "
     "`gc.collect()`, then `dist.destroy_process_group()`, as the last lines on every rank."
 )
 

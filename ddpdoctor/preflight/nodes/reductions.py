@@ -360,7 +360,7 @@ def _unready(meeting: Meeting, test: Reduction) -> Outcome:
         about="import",
         nodes=tuple(map(meeting.host, broken)),
     )
-    return judged("not tried: torch cannot be imported everywhere", [wrong])
+    return judged("not tried: torch cannot be imported on every node", [wrong])
 
 
 def _too_little_time(meeting: Meeting, test: Reduction) -> str:
@@ -490,7 +490,7 @@ def nccl_reduction(meeting: Meeting) -> Outcome:
     nccl = test.nccl
     if nccl is None or (not nccl.stages and not nccl.untested):
         if bad_ways(meeting, "nccl"):
-            return skipped("not all nodes reach each other where NCCL listens")
+            return skipped("some nodes cannot reach others at the addresses where NCCL listens")
         return skipped("gloo failed already")
     detail = f"{nccl.correct} of {test.world} ranks reduced correctly"
     for stage in nccl.stages:

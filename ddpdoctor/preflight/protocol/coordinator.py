@@ -234,7 +234,7 @@ class Coordinator:
             return
         own = Caller(member.facts.host, member.address)
         if not self.gathering:
-            # Another node was quicker while this one gathered its facts.
+            # The gathering ended while this node collected its facts.
             with contextlib.suppress(WireError):
                 await link.send({"do": "leave", **as_json(self._refusal(own))})
             await link.close()

@@ -485,7 +485,7 @@ async def _meet(situation: Situation, stages: Stages) -> Meeting:
 
 @dataclass
 class Participant:
-    """This node on its way to the others, as the coordinator or as a caller."""
+    """This node while it joins the others, as the coordinator or as a caller."""
 
     situation: Situation
     place: NodePlace

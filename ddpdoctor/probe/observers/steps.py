@@ -54,7 +54,7 @@ ZERO: Times = [0] * len(Phase)
 
 
 class OpenStep:
-    """The steps of one journal line. It stays open until the next step, when DDP knows its waits.
+    """The steps of one journal line. It stays open until DDP's logger has its times, a step later.
 
     A line has several steps if they are short (`ddpdoctor.probe.observers.overhead`).
     """

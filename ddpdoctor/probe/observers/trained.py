@@ -121,7 +121,7 @@ def _numbers(tensor: Any) -> Any:
 
 
 def _decay(before: Any, after: Any, parameter: Any) -> float | None:
-    """Return the decay with which a tensor moved towards a parameter. None if it did not so."""
+    """Return the decay with which a tensor moved towards a parameter. None if it did not."""
     change, apart = after - before, before - parameter
     length = float(apart @ apart)
     if length == 0.0 or not math.isfinite(length):
