@@ -119,8 +119,8 @@ def test_breakpoints_of_one_rank(job: Job) -> None:
     job.live.wait_for_steps(2)
     line = mark("after all_reduce")
     seen = job.debug(
-        "ranks 1", f"tbreak debugged.py:{line}, rank == 1", "b", "c", "b", "p rank", "ranks", "c",
-        "pause", "bt", "ranks all", "q",
+        "ranks 1", "pause", f"tbreak debugged.py:{line}, rank == 1", "b", "c", "b", "p rank",
+        "ranks", "c", "pause", "bt", "ranks all", "q",
     )  # fmt: skip
     assert f"rank 1: {line}" in places(seen)
     once = f"breakpoint at {JOB}:{line} if rank == 1 (temporary, rank 1)"
