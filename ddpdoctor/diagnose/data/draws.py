@@ -282,18 +282,28 @@ def _averaging(run: Run) -> Iterator[tuple[Rank, ...]]:
         yield tuple(run.last)
 
 
+def averages_by_hand(rank: Rank) -> bool:
+    """Return whether a rank without DDP reduces as much as a gradient in each step."""
+    solo = rank.records.of(SoloRecord)
+    if not solo or rank.records.of(DdpRecord):
+        return False
+    first, last = solo[0], solo[-1]
+    if first.wide is None or last.wide is None:
+        return False
+    return last.wide - first.wide >= last.step - first.step > 0
+
+
 def _averages(rank: Rank) -> bool:
-    """Return whether a rank reduces as much as a gradient in each step, and nothing else."""
+    """Return whether a rank averages gradients by hand, and reduces nothing else."""
     ring, solo = rank.ring, rank.records.of(SoloRecord)
-    if rank.records.of(DdpRecord) or rank.lost or ring is None or ring.partial or not solo:
+    if not averages_by_hand(rank) or rank.lost or ring is None or ring.partial:
         return False
     first, last = solo[0], solo[-1]
     if None in (first.calls, first.wide, last.calls, last.wide):
         return False
     calls, wide = (last.calls or 0) - (first.calls or 0), (last.wide or 0) - (first.wide or 0)
-    names = {each.name for each in ring.collectives}
     # Other collectives may gather the outputs from which the loss is computed.
-    return calls == wide >= last.step - first.step > 0 and names == {"all_reduce"}
+    return calls == wide and {each.name for each in ring.collectives} == {"all_reduce"}
 
 
 def equal_losses(run: Run) -> EqualLosses | None:

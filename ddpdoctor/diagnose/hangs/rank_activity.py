@@ -183,7 +183,7 @@ def last_call(rank: RankState) -> Activity:
 
 
 def _prompts(rank: RankState) -> bool:
-    """Return whether it waits for keyboard input, or in pdb."""
+    """Return whether the rank waits for keyboard input or in pdb."""
     frames = rank.frames
     if any(part in frame.path for frame in frames[-6:] for part in _DEBUGGERS):
         return True

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from ddpdoctor.core.finding import Finding, Severity, rule
 from ddpdoctor.core.relations import STANDSTILL, Lapsed, brings_about
 from ddpdoctor.diagnose import STANDSTILLS
+from ddpdoctor.diagnose.data.draws import averages_by_hand
 from ddpdoctor.diagnose.hangs.rank_activity import NEVER_ENDS
 from ddpdoctor.diagnose.hangs.standstill import (
     alone_behind,
     armed,
-    averages_by_hand,
     leavers,
     stands_still,
     wish,

@@ -28,12 +28,13 @@ from ddpdoctor.diagnose.crashes.rank_endings import (
     first_failure,
     last_phase,
 )
+from ddpdoctor.diagnose.data.draws import averages_by_hand
 from ddpdoctor.diagnose.gradients.reducer import constant_losses
 from ddpdoctor.diagnose.hangs.diagnosis import diagnose
 from ddpdoctor.diagnose.hangs.hang_snapshot import hang_snapshot, seen_waiting
 from ddpdoctor.diagnose.loops.training_loops import alone_evaluating
 from ddpdoctor.diagnose.source_files import brief, location, quoted
-from ddpdoctor.run.records.model import DdpRecord, SoloRecord
+from ddpdoctor.run.records.model import DdpRecord
 from ddpdoctor.run.records.process import ErrorRecord, ExitRecord, OwnWorkRecord
 from ddpdoctor.run.snapshot import Rank, Run
 from ddpdoctor.run.status import Phase
@@ -121,17 +122,6 @@ def _shares(one: Rank, other: Rank) -> bool:
     if not groups:
         return one is not other and averages_by_hand(one) and averages_by_hand(other)
     return one is not other and any({one.rank, other.rank} <= set(group) for group in groups)
-
-
-def averages_by_hand(rank: Rank) -> bool:
-    """Return whether a rank without DDP reduces as much as a gradient in each step."""
-    solo = rank.records.of(SoloRecord)
-    if not solo or rank.records.of(DdpRecord):
-        return False
-    first, last = solo[0], solo[-1]
-    if first.wide is None or last.wide is None:
-        return False
-    return last.wide - first.wide >= last.step - first.step > 0
 
 
 def wish(rank: Rank) -> str:

@@ -37,8 +37,8 @@ from ddpdoctor.run.records.training import SaveRecord
 from ddpdoctor.run.snapshot import Run
 
 MIN_DISTANCE = 0.01
-"""Minimum difference of statistics to change an evaluation: means in standard deviations,
-variances as a ratio."""
+"""Minimum difference of statistics that changes an evaluation. The unit is a standard deviation for
+means, and a ratio for variances."""
 PART_OF_NORM = 1e-6  # Relative tolerance of norms of equal weights
 OTHER_DATA = 0.25
 """Minimum difference if ranks train on different kinds of data, not on shards of one set."""

@@ -295,7 +295,7 @@ def lags(run: Run, enough: int = ENOUGH, few: int = FEW) -> Iterator[Lag]:
 
 
 def stage_lags(run: Run) -> Iterator[tuple[Stage, Lag]]:
-    """Yield the stages of a pipeline that hold the others up, comparing their median ranks."""
+    """Yield the pipeline stages that delay the others, judged by their median ranks."""
     found: dict[int, Stage] = {}
     for stage in stages(run):
         times = {
